@@ -1,0 +1,1 @@
+"""The Mesh and its tasks: what a user writes against."""

@@ -1,0 +1,268 @@
+"""A task as its callers see it: callable, and submittable."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, Unpack, TypedDict
+
+from taskmesh.app.client import Client
+from taskmesh.broker import blobs
+from taskmesh.broker.streams import Submission
+from taskmesh.codec import encode_call, pack_value
+from taskmesh.errors import InvalidArguments, PayloadTooLarge
+from taskmesh.messages import Priority
+from taskmesh.results.collector import Collector
+from taskmesh.results.handle import Handle
+from taskmesh.tasks import Context, TaskDefinition, TaskOptions
+
+P = ParamSpec("P")
+R = TypeVar("R")
+BULK = 1000
+
+
+class Changes(TypedDict, total=False):
+    """What ``Task.options`` may change for single submissions; see ``TaskOptions``."""
+
+    priority: Priority
+    expires: float | None
+    result_ttl: float | None
+
+
+class BoundCall(NamedTuple):
+    """Arguments for one member of ``submit_many`` or ``map``; made by ``Task.bind``."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Connection(Protocol):
+    """Where a task finds the Mesh's client."""
+
+    @property
+    def client(self) -> Client: ...
+
+
+class Task(Generic[P, R]):
+    """A registered task.
+
+    ``await task(...)`` runs the handler right here; ``await task.submit(...)`` sends it to a worker.
+    """
+
+    def __init__(self, definition: TaskDefinition, connection: Connection, options: TaskOptions | None = None) -> None:
+        self.definition = definition
+        self._connection = connection
+        self._options = options or definition.options
+
+    def __repr__(self) -> str:
+        return repr(self.definition)
+
+    @property
+    def name(self) -> str:
+        return self.definition.name
+
+    async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the handler in this process, outside any worker."""
+        function, signature = self.definition.function, self.definition.signature
+        if self.definition.options.batch is not None:
+            args = ([args[0]],)  # type: ignore[assignment]
+        if signature.context is not None:
+            context = Context("local", self.name, self._options.queue, 1, 1, "local")
+            kwargs = {**kwargs, signature.context: context}  # type: ignore[assignment]
+        if self.definition.is_async:
+            value = await function(*args, **kwargs)
+        else:
+            value = await asyncio.to_thread(function, *args, **kwargs)
+        if self.definition.options.batch is not None:
+            value = value[0]
+            if isinstance(value, Exception):
+                raise value
+        return value  # type: ignore[no-any-return]
+
+    def options(self, **changes: Unpack[Changes]) -> Task[P, R]:
+        """The same task, submitted with other options."""
+        return Task(self.definition, self._connection, dataclasses.replace(self._options, **changes))
+
+    def bind(self, *args: P.args, **kwargs: P.kwargs) -> BoundCall:
+        """Arguments for ``submit_many`` and ``map``, where a task takes more than one."""
+        return BoundCall(args, kwargs)
+
+    async def submit(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
+        """Send one call to a worker; returned when the server has it.
+
+        Raises:
+            InvalidArguments: they do not fit the handler, or cannot travel.
+            PayloadTooLarge: they are over the limit.
+            QueueFull: the queue's bound is reached.
+            BrokerFull: the server has no memory left; nothing was submitted.
+            BrokerUnavailable: the server stayed away; whether it was submitted is not known.
+        """
+        return await self._submit(args, kwargs, None)
+
+    async def submit_in(self, delay: float, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
+        """The same, to be started in ``delay`` seconds of Redis time. It waits in Redis, in no worker's hands."""
+        if delay < 0:
+            raise InvalidArguments(f"delay is {delay} s; it cannot be negative")
+        return await self._submit(args, kwargs, f"+{int(delay * 1000)}")
+
+    async def submit_at(self, when: datetime.datetime, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
+        """The same, to be started at a time of day (with its time zone), by Redis's clock."""
+        if when.tzinfo is None:
+            raise InvalidArguments(f"{when} has no time zone: write datetime(..., tzinfo=...) or .astimezone()")
+        return await self._submit(args, kwargs, str(int(when.timestamp() * 1000)))
+
+    async def _submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], due: str | None) -> Handle[R]:
+        client = self._connection.client
+        options = self._options
+        queue = options.queue
+        partition = client.partition(queue)
+        ttl = self._ttl(client)
+        message_id = client.new_id()
+        data = self._encode(client, message_id, args, kwargs, self._extras(client, due))
+        chunk_keys: Sequence[bytes] = ()
+        if len(data) > client.settings.inline_limit_bytes:
+            data, chunk_keys = await self._move_out(client, message_id, args, kwargs, due)
+        inbox = client.inbox(queue) if ttl else None
+        if inbox is not None:
+            await inbox.open()
+        places = await client.publisher(queue).submit([Submission(data, due)], chunk_keys)
+        return Handle(
+            message_id, self.definition, partition, inbox, ttl, options.priority, places[0], len(chunk_keys)
+        )
+
+    async def submit_many(self, items: Iterable[Any]) -> list[Handle[R]]:
+        """Submit one call for each item: the item is the handler's only argument, or a ``bind`` of several.
+
+        Items go out a thousand at a time, in order.
+
+        Raises:
+            as ``submit``; those before the fault are submitted.
+        """
+        client = self._connection.client
+        options = self._options
+        queue = options.queue
+        partition, publisher = client.partition(queue), client.publisher(queue)
+        ttl = self._ttl(client)
+        inbox = client.inbox(queue) if ttl else None
+        if inbox is not None:
+            await inbox.open()
+        extras = self._extras(client, None)
+        limit = client.settings.inline_limit_bytes
+        handles: list[Handle[R]] = []
+        sending: asyncio.Task[None] | None = None
+
+        async def send(ids: list[str], batch: list[Submission]) -> None:
+            places = await publisher.submit(batch)
+            handles.extend(
+                Handle(message_id, self.definition, partition, inbox, ttl, options.priority, place)
+                for message_id, place in zip(ids, places, strict=True)
+            )
+
+        ids: list[str] = []
+        batch: list[Submission] = []
+        try:
+            for item in items:
+                args, kwargs = item if isinstance(item, BoundCall) else ((item,), {})
+                message_id = client.new_id()
+                data = self._encode(client, message_id, args, kwargs, extras)
+                if len(data) > limit:  # large ones go one by one, in their turn
+                    if sending is not None:
+                        await sending
+                    await send(ids, batch)
+                    ids, batch, sending = [], [], None
+                    handles.append(await self._submit(args, kwargs, None))
+                    continue
+                ids.append(message_id)
+                batch.append(Submission(data))
+                if len(batch) == BULK:
+                    if sending is not None:
+                        await sending
+                    sending = asyncio.create_task(send(ids, batch))
+                    ids, batch = [], []
+                    await asyncio.sleep(0)
+        finally:
+            if sending is not None:
+                await sending
+            if batch:
+                await send(ids, batch)
+        return handles
+
+    async def map(self, items: Iterable[Any], *, window: int = 1000) -> AsyncIterator[Handle[R]]:
+        """Submit one call for each item and yield the handles as their tasks end.
+
+        At most ``window`` tasks are under way at once, so that a long iterable is taken up as results come.
+        """
+        collector = Collector()
+        iterator = iter(items)
+        try:
+            exhausted = False
+            while not exhausted or collector.open:
+                room = window - collector.open
+                if not exhausted and room >= min(window, 100):
+                    chunk = [item for item, _ in zip(iterator, range(room), strict=False)]
+                    exhausted = len(chunk) < room
+                    for handle in await self.submit_many(chunk):
+                        collector.add(handle)
+                    if not collector.open:
+                        break
+                yield await collector.next()  # type: ignore[misc]
+        finally:
+            collector.close()
+
+    def handle(self, task_id: str) -> Handle[R]:
+        """A handle for a task that was submitted elsewhere."""
+        client = self._connection.client
+        options = self._options
+        ttl = self._ttl(client)
+        inbox = client.inbox(options.queue) if ttl else None
+        partition = client.partition(options.queue)
+        return Handle(task_id, self.definition, partition, inbox, ttl, options.priority, own=False)
+
+    def _ttl(self, client: Client) -> float:
+        ttl = self._options.result_ttl
+        return client.settings.result_ttl if ttl is None else ttl
+
+    def _extras(self, client: Client, due: str | None) -> dict[str, Any]:
+        expires = self._options.expires
+        if expires is None:
+            return {}
+        start = int(due) if due is not None and due[0] != "+" else client.now_ms() + int((due or "+0")[1:])
+        return {"expires_at_ms": start + int(expires * 1000)}
+
+    def _encode(
+        self,
+        client: Client,
+        message_id: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        extras: dict[str, Any],
+    ) -> bytes:
+        """Check a call and encode its message."""
+        definition = self.definition
+        definition.signature.check(args, kwargs)
+        try:
+            data = encode_call(message_id, self._options.priority, definition.name, args, kwargs, extras)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidArguments(f"task {definition.name!r}: an argument cannot travel: {error}") from None
+        limit = client.settings.max_payload_bytes
+        if len(data) > limit:
+            raise PayloadTooLarge(
+                f"task {definition.name!r}: the arguments have {len(data):,} bytes; the limit is {limit:,} "
+                "(MeshSettings.max_payload_bytes)"
+            )
+        return data
+
+    async def _move_out(
+        self, client: Client, message_id: str, args: tuple[Any, ...], kwargs: dict[str, Any], due: str | None
+    ) -> tuple[bytes, Sequence[bytes]]:
+        """Upload large arguments beside the message; the message then carries the count of chunks."""
+        partition = client.partition(self._options.queue)
+        chunks = await blobs.upload(partition, message_id, "args", pack_value((args, kwargs)))
+        extras = {**self._extras(client, due), "blob_chunks": chunks}
+        data = encode_call(message_id, self._options.priority, self.name, (), {}, extras)
+        return data, blobs.chunk_keys(partition, message_id, "args", chunks)
+
+
+Handler = Callable[P, Any]

@@ -1,0 +1,109 @@
+"""Scripts and commands by hash tag, with the retries that are safe."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from taskmesh.broker.connect import Server
+from taskmesh.broker.link import Argument, Moved, ScriptMissing
+from taskmesh.broker.scripts import Script
+from taskmesh.clock import Clock
+from taskmesh.errors import BrokerError, BrokerUnavailable
+
+FIRST_PAUSE = 0.02
+LONGEST_PAUSE = 1.0
+
+
+def pause_before(attempt: int) -> float:
+    """Seconds before the next try: exponential, with full jitter; ``attempt`` counts from 0."""
+    return random.uniform(0.5, 1.0) * min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**attempt)
+
+
+class Caller:
+    """Runs scripts on the node that serves their tag.
+
+    Every script is idempotent (numbered, or the same by nature), so a call whose reply was lost may be made again;
+    plain commands are retried only where nothing was done.
+    """
+
+    def __init__(self, server: Server, clock: Clock, retry_for: float) -> None:
+        self.server = server
+        self.clock = clock
+        self.retry_for = retry_for
+
+    async def run(
+        self,
+        script: Script,
+        tag: bytes,
+        keys: Sequence[bytes],
+        arguments: Sequence[Argument],
+        *,
+        retry_for: float | None = None,
+    ) -> Any:
+        """Run one script; try again for so long while the server is away.
+
+        Raises:
+            BrokerUnavailable: it stayed away; whether the last try was done is not known.
+            BrokerError: the server's answer is an error.
+        """
+        command = self.prepare(script, keys, arguments)
+        patience = self.retry_for if retry_for is None else retry_for
+        give_up_at = self.clock.monotonic() + patience
+        attempt = 0
+        while True:
+            link = self.server.link(tag)
+            try:
+                return await link.call(*command)
+            except ScriptMissing:
+                await self._load(script, tag)
+                continue
+            except Moved:
+                await self._refresh()
+                link.drop("moved")
+                reason: BrokerError = BrokerUnavailable(f"the slot of {tag!r} keeps moving")
+            except BrokerUnavailable as error:
+                await self._refresh()
+                reason = error
+            pause = pause_before(attempt)
+            if self.clock.monotonic() + pause > give_up_at:
+                raise reason
+            attempt += 1
+            await asyncio.sleep(pause)
+
+    def prepare(
+        self, script: Script, keys: Sequence[bytes], arguments: Sequence[Argument]
+    ) -> tuple[Argument, ...]:
+        """The command that runs a script; the clock's offset is every script's first argument."""
+        return ("EVALSHA", script.sha, len(keys), *keys, self.clock.offset_ms, *arguments)
+
+    async def command(self, tag: bytes, *command: Argument) -> Any:
+        """One plain command on the tag's node; tried once more where a move or a lost idle connection undid it.
+
+        Only for commands that may be done twice.
+        """
+        link = self.server.link(tag)
+        try:
+            return await link.call(*command)
+        except Moved:
+            await self._refresh()
+            link.drop("moved")
+        except BrokerUnavailable:
+            await self._refresh()
+        return await link.call(*command)
+
+    async def load(self, tag: bytes, scripts: Sequence[Script]) -> None:
+        """Make the scripts known to the tag's node."""
+        for script in scripts:
+            await self._load(script, tag)
+
+    async def _load(self, script: Script, tag: bytes) -> None:
+        await self.server.link(tag).call("SCRIPT", "LOAD", script.source)
+
+    async def _refresh(self) -> None:
+        try:
+            await self.server.refresh()
+        except BrokerError:
+            pass  # the next call tells what is wrong

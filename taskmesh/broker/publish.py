@@ -1,0 +1,167 @@
+"""The producer's side: numbered batches, one under way at a time, so that a batch sent twice is added once.
+
+While a batch is under way, what is submitted meanwhile gathers for the next one: single submits from many
+coroutines merge by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import deque
+from collections.abc import Sequence
+
+from taskmesh.broker.caller import pause_before
+from taskmesh.broker.streams import Partition, Submission
+from taskmesh.errors import BrokerUnavailable, QueueFull, TaskmeshError
+from taskmesh.events import Observers, Submitted
+from taskmesh.settings import MIB, QueueOptions
+
+MAX_BATCH = 1000
+MAX_BATCH_BYTES = 4 * MIB
+_ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def new_producer() -> str:
+    """A name of 12 characters that no other producer has (62 random bits)."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(12))
+
+
+class _Unit:
+    """Submissions that were made together, and the places that they were put in so far."""
+
+    __slots__ = ("blobs", "deadline", "done", "places", "rest", "size_bytes")
+
+    def __init__(
+        self, submissions: Sequence[Submission], blobs: Sequence[bytes], deadline: float | None
+    ) -> None:
+        self.rest: deque[Submission] = deque(submissions)
+        self.blobs = blobs
+        self.deadline = deadline
+        self.places: list[str | None] = []
+        self.size_bytes = sum(len(item.data) for item in submissions)
+        self.done: asyncio.Future[list[str | None]] = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: TaskmeshError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+class Publisher:
+    """One producer's way into one partition."""
+
+    def __init__(
+        self, partition: Partition, producer: str, options: QueueOptions, observers: Observers
+    ) -> None:
+        self._partition = partition
+        self._producer = producer
+        self._options = options
+        self._observers = observers
+        self._number = 0
+        self._units: deque[_Unit] = deque()
+        self._sending: asyncio.Task[None] | None = None
+
+    async def submit(self, submissions: Sequence[Submission], blobs: Sequence[bytes] = ()) -> list[str | None]:
+        """Publish messages, in order, and return where each was put.
+
+        Raises:
+            QueueFull: the bound is reached; the messages before the full mark are in.
+            BrokerFull: the server has no memory left; nothing of the last batch is in.
+            BrokerUnavailable: the server stayed away; whether the last batch is in is not known.
+        """
+        wait = self._options.wait_timeout
+        deadline = None if wait is None else asyncio.get_running_loop().time() + wait
+        unit = _Unit(submissions, blobs, deadline)
+        self._units.append(unit)
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send_all(), name=f"taskmesh publisher {self._producer}")
+        return await unit.done
+
+    async def _send_all(self) -> None:
+        refused = 0
+        try:
+            while self._units:
+                batch, units = self._next_batch()
+                try:
+                    accepted = await self._send(batch, units)
+                except TaskmeshError as error:
+                    for unit in units:
+                        self._units.remove(unit)
+                        unit.fail(error)
+                    continue
+                if accepted < len(batch):
+                    refused = 0 if accepted else refused + 1
+                    await self._wait_for_room(refused)
+                else:
+                    refused = 0
+        finally:
+            self._sending = None
+
+    def _next_batch(self) -> tuple[list[Submission], list[_Unit]]:
+        """What goes into the next call: whole units, or the beginning of a large one."""
+        batch: list[Submission] = []
+        units: list[_Unit] = []
+        size_bytes = 0
+        for unit in self._units:
+            if batch and (unit.blobs or units[-1].blobs):
+                break
+            if batch and (
+                len(batch) + len(unit.rest) > MAX_BATCH or size_bytes + unit.size_bytes > MAX_BATCH_BYTES
+            ):
+                break
+            units.append(unit)
+            size_bytes += unit.size_bytes
+            for item in unit.rest:
+                if len(batch) == MAX_BATCH:
+                    return batch, units
+                batch.append(item)
+        return batch, units
+
+    async def _send(self, batch: list[Submission], units: list[_Unit]) -> int:
+        self._number += 1
+        blobs = units[0].blobs
+        accepted = await self._partition.submit(
+            self._producer, self._number, self._options.max_length or 0, batch, blobs
+        )
+        if accepted.count < 0:
+            raise BrokerUnavailable("the blob's chunks were gone before the message could be added; submit again")
+        places = deque(accepted.places)
+        for unit in units:
+            while unit.rest and places:
+                unit.rest.popleft()
+                unit.places.append(places.popleft())
+            if not unit.rest:
+                self._units.popleft()
+                if not unit.done.done():
+                    unit.done.set_result(unit.places)
+        if accepted.count:
+            size_bytes = sum(len(item.data) for item in batch[: accepted.count])
+            self._observers.emit(Submitted(self._partition.keys.queue, accepted.count, size_bytes))
+        return accepted.count
+
+    async def _wait_for_room(self, refused: int) -> None:
+        """The queue is full: refuse, or wait, as its options say."""
+        queue, bound = self._partition.keys.queue, self._options.max_length
+        now = asyncio.get_running_loop().time()
+        for unit in list(self._units):
+            late = unit.deadline is not None and now >= unit.deadline
+            if self._options.when_full == "reject" or late or unit.done.done():
+                self._units.remove(unit)
+                waited = "" if self._options.when_full == "reject" else f" after {self._options.wait_timeout:g} s"
+                unit.fail(
+                    QueueFull(f"queue {queue!r} holds its bound of {bound} messages{waited}; {len(unit.rest)} left out")
+                )
+        if self._units:
+            await asyncio.sleep(pause_before(min(refused, 4)))
+
+    async def close(self) -> None:
+        """Let what is under way finish, and forget the producer's record."""
+        while self._sending is not None:
+            await asyncio.wait([self._sending])
+        if self._number:
+            keys = self._partition.keys
+            with contextlib.suppress(TaskmeshError):
+                await self._partition.caller.command(
+                    keys.tag, "UNLINK", keys.producer(self._producer), keys.replies(self._producer)
+                )

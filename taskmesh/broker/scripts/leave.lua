@@ -1,0 +1,14 @@
+#!lua flags=allow-oom
+-- Strikes a worker off when it holds nothing; what still holds entries is left for the claim to find.
+--
+-- KEYS  1-3 task streams: high, normal, low   4 workers   5 known tasks   6 its settle numbers
+-- ARGV  1 clock offset (unused)   2 group   3 worker
+-- Returns 1 when it is gone.
+for lane = 1, 3 do
+  if #redis.call('XPENDING', KEYS[lane], ARGV[2], '-', '+', 1, ARGV[3]) > 0 then return 0 end
+end
+for lane = 1, 3 do redis.call('XGROUP', 'DELCONSUMER', KEYS[lane], ARGV[2], ARGV[3]) end
+redis.call('ZREM', KEYS[4], ARGV[3])
+redis.call('HDEL', KEYS[5], ARGV[3])
+redis.call('DEL', KEYS[6])
+return 1

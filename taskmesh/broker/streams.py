@@ -1,0 +1,337 @@
+"""Queues as streams: the typed face of the scripts.
+
+A ``Partition`` is one queue's streams and what belongs to them, all in one slot. Delivery is at least once;
+a message is settled once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+import msgspec
+
+from taskmesh.broker import scripts
+from taskmesh.broker.caller import Caller
+from taskmesh.broker.link import Argument
+from taskmesh.keys import GROUP, RETURNED, PartitionKeys, reply_producer
+from taskmesh.messages import Entry, Message, Priority
+
+PRODUCER_TTL_MS = 3_600_000
+CANCEL_MARK_TTL_MS = 7 * 86_400_000
+LANE_QUOTAS = {Priority.HIGH: 12, Priority.NORMAL: 3, Priority.LOW: 1}
+MAX_SETTLE = 128
+_PRIORITIES = tuple(Priority)
+
+
+class Cancelled(StrEnum):
+    """What a cancellation did."""
+
+    ENDED = "ended"
+    CANCELLED = "cancelled"
+    REQUESTED = "requested"
+
+
+class Submission(NamedTuple):
+    """A message ready to go: ``due`` is None for now, "+ms" from now, or "ms" of Redis time."""
+
+    data: bytes
+    due: str | None = None
+
+
+class Accepted(NamedTuple):
+    """What became of a batch: how many of its messages, and where each was put (None when told once before)."""
+
+    count: int
+    places: list[str | None]
+
+
+class Settlement(msgspec.Struct, gc=False):
+    """One delivery's ending, as the settle script takes it.
+
+    Attributes:
+        kind: the script's letter.
+        result_key: where the outcome goes; None when there is no record.
+        reply: the reply stream's key; None when nobody is told.
+        arguments: what follows the kind, the reply's number left out.
+        blobs: chunks that go with it.
+    """
+
+    entry: bytes
+    kind: str
+    order: int
+    result_key: bytes | None = None
+    reply: bytes | None = None
+    arguments: tuple[Argument, ...] = ()
+    blobs: tuple[bytes, ...] = ()
+
+
+class Joined(NamedTuple):
+    last_control: bytes
+    cancelled: set[str]
+    released: int
+
+
+class Partition:
+    """One partition of one queue."""
+
+    def __init__(self, caller: Caller, keys: PartitionKeys) -> None:
+        self.caller = caller
+        self.keys = keys
+
+    async def submit(
+        self,
+        producer: str,
+        number: int,
+        bound: int,
+        submissions: Sequence[Submission],
+        blobs: Sequence[bytes] = (),
+    ) -> Accepted:
+        """Add a producer's batch, once, however often it is sent.
+
+        Batches of a producer must be sent one after the other, with rising numbers.
+
+        Raises:
+            BrokerFull: nothing was accepted.
+            BrokerUnavailable: whether it was accepted is not known.
+        """
+        keys = self.keys
+        now = [item.data for item in submissions if item.due is None]
+        arguments: list[Argument] = [number, bound, PRODUCER_TTL_MS, len(now), *now]
+        for item in submissions:
+            if item.due is not None:
+                arguments += (item.due, item.data)
+        reply = await self.caller.run(
+            scripts.SUBMIT,
+            keys.tag,
+            [*keys.lanes, keys.delayed, keys.producer(producer), keys.control, *blobs],
+            arguments,
+        )
+        count = int(reply[0])
+        places: list[str | None] = [place.decode() for place in reply[1:]]
+        return Accepted(count, places or [None] * count)
+
+    def fetch_command(self, worker: bytes, total: int, quotas: Sequence[int]) -> tuple[Argument, ...]:
+        """The command that delivers up to ``total`` entries without waiting."""
+        return self.caller.prepare(scripts.FETCH, self.keys.lanes, (GROUP, worker, total, *quotas))
+
+    def wait_command(self, worker: bytes, count: int, block_ms: int) -> tuple[Argument, ...]:
+        """The command that waits for entries; ``count`` bounds each lane."""
+        lanes = self.keys.lanes
+        head = ("XREADGROUP", "GROUP", GROUP, worker, "COUNT", count, "BLOCK", block_ms, "STREAMS")
+        return (*head, *lanes, *([">"] * len(lanes)))
+
+    def read_waited(
+        self, reply: Sequence[tuple[bytes, Sequence[tuple[bytes, list[bytes] | None]]]] | None
+    ) -> list[Entry]:
+        """The entries of a ``wait_command``'s reply."""
+        entries: list[Entry] = []
+        for key, rows in reply or ():
+            _extend(entries, _PRIORITIES[self.keys.lanes.index(key)], rows)
+        return entries
+
+    async def own_pending(self, worker: bytes) -> list[tuple[Priority, bytes, int]]:
+        """Lane, id and delivery count of every entry that the server holds for this worker."""
+        found: list[tuple[Priority, bytes, int]] = []
+        for lane, key in zip(_PRIORITIES, self.keys.lanes, strict=True):
+            start = b"-"
+            while True:
+                rows = await self.caller.command(
+                    self.keys.tag, "XPENDING", key, GROUP, start, "+", 1000, worker
+                )
+                found += [(lane, entry_id, int(deliveries)) for entry_id, _, _, deliveries in rows]
+                if len(rows) < 1000:
+                    break
+                start = b"(" + rows[-1][0]
+        return found
+
+    async def read(self, lane: Priority, entry_id: bytes, deliveries: int) -> Entry:
+        """One entry again, without delivering it (its message is None where it was deleted)."""
+        key = self.keys.lanes[lane]
+        rows = await self.caller.command(self.keys.tag, "XRANGE", key, entry_id, entry_id)
+        return Entry(lane, entry_id, rows[0][1][1] if rows else None, deliveries)
+
+    def settle_command(
+        self, lane: Priority, worker: bytes, number: int, slot: int, batch: Sequence[Settlement]
+    ) -> tuple[Argument, ...]:
+        """The command that ends up to 128 deliveries of one lane.
+
+        ``number`` rises with every call; ``slot`` keeps apart the calls that are under way at once, so that each
+        may be sent again. The reply lists the places in ``batch``, from 1, whose claim was lost; [-1] says that
+        this number was done before.
+        """
+        keys = self.keys
+        results: list[bytes] = []
+        replies: dict[bytes, int] = {}
+        blobs: list[bytes] = []
+        blob_counts: list[Argument] = []
+        arguments: list[Argument] = []
+        for place, item in enumerate(batch, 1):
+            if item.result_key is None:
+                arguments += (item.entry, item.kind, *item.arguments)
+            else:
+                results.append(item.result_key)
+                reply = 0 if item.reply is None else replies.setdefault(item.reply, len(replies) + 1)
+                outcome, ttl_ms, *rest = item.arguments
+                arguments += (item.entry, item.kind, outcome, ttl_ms, reply, *rest)
+            if item.blobs:
+                blob_counts += (place, len(item.blobs))
+                blobs += item.blobs
+        fixed = (
+            keys.lanes[lane],
+            keys.settles(worker),
+            keys.delayed,
+            keys.dead,
+            keys.parked,
+            keys.known,
+            keys.cancelled,
+        )
+        head = (GROUP, worker, number, len(batch), len(results), len(replies), len(blob_counts) // 2, slot)
+        return self.caller.prepare(
+            scripts.SETTLE, [*fixed, *results, *replies, *blobs], (*head, *arguments, *blob_counts)
+        )
+
+    async def join(self, worker: bytes, tasks: Sequence[str]) -> Joined:
+        """Enter a worker: its lease, what it knows; parked messages that it can run go back to the queue."""
+        keys = self.keys
+        known = "\n" + "\n".join(tasks) + "\n"
+        control, cancelled, released = await self.caller.run(
+            scripts.JOIN,
+            keys.tag,
+            [*keys.lanes, keys.workers, keys.known, keys.parked, keys.control, keys.cancelled],
+            (GROUP, worker, known),
+        )
+        return Joined(control, {message_id.decode() for message_id in cancelled}, int(released))
+
+    async def leave(self, worker: bytes) -> bool:
+        """Strike a worker off that holds nothing; False when it still holds entries."""
+        keys = self.keys
+        gone = await self.caller.run(
+            scripts.LEAVE,
+            keys.tag,
+            [*keys.lanes, keys.workers, keys.known, keys.settles(worker)],
+            (GROUP, worker),
+            retry_for=2.0,
+        )
+        return bool(gone)
+
+    async def claim(self, dead: bytes, last_seen: bytes, claimer: bytes, count: int) -> list[Entry]:
+        """Take up to ``count`` entries over from a worker that is dead and has not been heard of since."""
+        keys = self.keys
+        reply = await self.caller.run(
+            scripts.CLAIM,
+            keys.tag,
+            [*keys.lanes, keys.workers, keys.known, keys.settles(dead)],
+            (GROUP, dead, last_seen, claimer, count),
+            retry_for=0.0,
+        )
+        return [
+            Entry(lane, entry_id, message, int(deliveries))
+            for lane, rows in zip(_PRIORITIES, reply, strict=True)
+            for entry_id, message, deliveries in rows
+        ]
+
+    async def hand_back(self, worker: bytes, entries: Sequence[tuple[Priority, bytes]]) -> int:
+        """Give entries that were not started back to the group, uncounted."""
+        keys = self.keys
+        arguments: list[Argument] = [GROUP, worker, RETURNED]
+        for lane, entry in entries:
+            arguments += (lane + 1, entry)
+        return int(
+            await self.caller.run(
+                scripts.HAND_BACK, keys.tag, [*keys.lanes, keys.workers, keys.control], arguments, retry_for=2.0
+            )
+        )
+
+    async def promote(self, count: int) -> tuple[int, float | None]:
+        """Move due messages to the streams; returns how many, and the seconds until the next is due."""
+        moved, next_ms = await self.caller.run(
+            scripts.PROMOTE, self.keys.tag, [*self.keys.lanes, self.keys.delayed], (count,)
+        )
+        return int(moved), None if next_ms < 0 else int(next_ms) / 1000
+
+    async def cancel(
+        self,
+        message_id: str,
+        lane: Priority,
+        place: str | None,
+        outcome: bytes,
+        ttl_ms: int,
+        blob_chunks: int = 0,
+    ) -> Cancelled:
+        """Cancel a message; ``place`` is what submit told of it."""
+        keys = self.keys
+        blobs = [keys.blob(message_id, "args", chunk) for chunk in range(blob_chunks)]
+        reply = await self.caller.run(
+            scripts.CANCEL,
+            keys.tag,
+            [
+                *keys.lanes,
+                keys.delayed,
+                keys.cancelled,
+                keys.control,
+                keys.result(message_id),
+                keys.replies(reply_producer(message_id)),
+                *blobs,
+            ],
+            (GROUP, message_id, lane + 1, place or "", outcome, ttl_ms, CANCEL_MARK_TTL_MS),
+        )
+        return Cancelled(reply.decode())
+
+    async def result(self, message_id: str) -> bytes | None:
+        """The outcome's record, while it lives."""
+        data: bytes | None = await self.caller.command(self.keys.tag, "GET", self.keys.result(message_id))
+        return data
+
+    async def requeue(self, dead_key: bytes, entry: str, message: Message | None, data: bytes) -> bool:
+        """Put a dead letter back (``data`` is its message's bytes) or, with empty data, discard it."""
+        keys = self.keys
+        lane = keys.lanes[message.priority if message else Priority.NORMAL]
+        chunks = message.blob_chunks if message else 0
+        blobs = [keys.blob(message.id, "args", chunk) for chunk in range(chunks)] if message else []
+        return bool(
+            await self.caller.run(scripts.REQUEUE, keys.tag, [dead_key, lane, *blobs], (entry, data))
+        )
+
+
+def lane_quotas(total: int, turn: int) -> tuple[int, int, int]:
+    """How many of ``total`` entries each lane may have before what is left over is shared out by priority.
+
+    Smooth weighted round robin, 12 : 3 : 1, over the turns ``turn`` to ``turn + total``: a lane that floods never
+    starves the others, and an urgent entry waits for one turn at most.
+    """
+    quotas = [0, 0, 0]
+    whole, rest = divmod(total, len(_TURNS))
+    for lane, weight in LANE_QUOTAS.items():
+        quotas[lane] = whole * weight
+    for step in range(rest):
+        quotas[_TURNS[(turn + step) % len(_TURNS)]] += 1
+    return quotas[0], quotas[1], quotas[2]
+
+
+def _turns() -> tuple[Priority, ...]:
+    credit = dict.fromkeys(LANE_QUOTAS, 0)
+    order = []
+    for _ in range(sum(LANE_QUOTAS.values())):
+        for lane, weight in LANE_QUOTAS.items():
+            credit[lane] += weight
+        chosen = max(credit, key=lambda lane: credit[lane])
+        credit[chosen] -= sum(LANE_QUOTAS.values())
+        order.append(chosen)
+    return tuple(order)
+
+
+_TURNS = _turns()
+
+
+def _extend(entries: list[Entry], lane: Priority, rows: Sequence[tuple[bytes, list[bytes] | None]]) -> None:
+    entries += [Entry(lane, entry_id, fields[1] if fields else None, 1) for entry_id, fields in rows]
+
+
+def read_fetched(reply: Sequence[Sequence[tuple[bytes, list[bytes] | None]]]) -> list[Entry]:
+    """The entries of a ``fetch_command``'s reply."""
+    entries: list[Entry] = []
+    for lane, rows in zip(_PRIORITIES, reply, strict=True):
+        _extend(entries, lane, rows)
+    return entries

@@ -1,0 +1,284 @@
+"""Messages and outcomes to bytes and back.
+
+A message is a fixed head that scripts read without unpacking anything, then msgpack::
+
+    byte 0       wire version (1)
+    byte 1       lane: "0" high, "1" normal, "2" low
+    bytes 2-21   message id, ASCII
+    bytes 22-    msgpack array [task, args, kwargs, extras]; trailing empty members are left out
+
+``extras`` is a map with the names of ``Message``'s fields, defaults left out. An outcome is::
+
+    byte 0       wire version (1)
+    byte 1       status: "S" succeeded, "F" failed, "C" cancelled, "X" expired
+    byte 2       "i" the body follows, "b" the body lies in blob chunks whose count follows as msgpack
+    bytes 3-     msgpack: the value, or [type, message, traceback, args] of a failure
+
+Beside msgpack's own types, values of everyday types travel as msgpack extensions and arrive as themselves.
+Dataclasses and enums travel as maps and values and are rebuilt from the handler's annotations: nothing is
+imported because a message names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import decimal
+import enum
+import importlib.metadata
+import uuid
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgpack
+
+from taskmesh.errors import DecodeError
+from taskmesh.messages import Failure, Message, Outcome, Priority, Status
+
+WIRE_VERSION = 1
+HEAD_BYTES = 22
+_VERSION_BYTE = bytes([WIRE_VERSION])
+_HEADS = {lane: _VERSION_BYTE + str(lane.value).encode() for lane in Priority}
+_LANES = {head: lane for lane, head in _HEADS.items()}
+_STATUS_BYTES = {
+    Status.SUCCEEDED: b"S",
+    Status.FAILED: b"F",
+    Status.CANCELLED: b"C",
+    Status.EXPIRED: b"X",
+}
+_STATUSES = {code: status for status, code in _STATUS_BYTES.items()}
+
+
+class WireType(NamedTuple):
+    """How values of one class travel inside a msgpack extension of one code."""
+
+    code: int
+    cls: type
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], Any]
+
+
+_by_class: dict[type, WireType] = {}
+_by_code: dict[int, WireType] = {}
+# Codes of types whose packages are optional: the entry point of that name in the group below registers them.
+_OPTIONAL_CODES = {32: "numpy", 33: "torch"}
+_ENTRY_POINTS = "taskmesh.wire_types"
+
+
+def register(wire_type: WireType) -> None:
+    """Let values of a class travel. Codes 0 to 31 are taskmesh's own, 64 and above are free for users."""
+    _by_class[wire_type.cls] = wire_type
+    _by_code[wire_type.code] = wire_type
+
+
+def _load_optional(package: str) -> bool:
+    for entry_point in importlib.metadata.entry_points(group=_ENTRY_POINTS, name=package):
+        entry_point.load()()
+        return True
+    return False
+
+
+def _to_wire(value: Any) -> Any:
+    """msgpack's hook for what it does not know."""
+    for cls in type(value).__mro__:
+        wire_type = _by_class.get(cls)
+        if wire_type is not None:
+            return msgpack.ExtType(wire_type.code, wire_type.encode(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    package = type(value).__module__.partition(".")[0]
+    if package in _OPTIONAL_CODES.values() and _load_optional(package) and type(value) in _by_class:
+        return _to_wire(value)
+    if hasattr(value, "model_dump"):
+        return value.model_dump()
+    raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot travel")
+
+
+def _from_wire(code: int, data: bytes) -> Any:
+    wire_type = _by_code.get(code)
+    if wire_type is None:
+        package = _OPTIONAL_CODES.get(code)
+        if package is None or not _load_optional(package):
+            raise DecodeError(f"a value of wire type {code} ({package or 'unknown'}) cannot be read here")
+        wire_type = _by_code[code]
+    return wire_type.decode(data)
+
+
+def pack_value(value: Any) -> bytes:
+    """Encode one value.
+
+    Raises:
+        TypeError, ValueError, OverflowError: it cannot travel.
+    """
+    packed: bytes = msgpack.packb(value, default=_to_wire)
+    return packed
+
+
+def unpack_value(data: bytes) -> Any:
+    """Decode one value.
+
+    Raises:
+        DecodeError: the bytes are not one.
+    """
+    try:
+        return msgpack.unpackb(data, ext_hook=_from_wire, strict_map_key=False)
+    except DecodeError:
+        raise
+    except Exception as error:
+        raise DecodeError(f"not a value: {error or type(error).__name__}") from error
+
+
+def encode_call(
+    message_id: str,
+    priority: Priority,
+    task: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    extras: dict[str, Any],
+) -> bytes:
+    """A message's bytes; ``extras`` holds what differs from ``Message``'s defaults."""
+    if extras:
+        body: tuple[Any, ...] = (task, args, kwargs, extras)
+    elif kwargs:
+        body = (task, args, kwargs)
+    else:
+        body = (task, args)
+    return _HEADS[priority] + message_id.encode() + pack_value(body)
+
+
+def encode_message(message: Message) -> bytes:
+    """The same from a ``Message``."""
+    extras: dict[str, Any] = {}
+    if message.attempt != 1:
+        extras["attempt"] = message.attempt
+    if message.expires_at_ms:
+        extras["expires_at_ms"] = message.expires_at_ms
+    if message.blob_chunks:
+        extras["blob_chunks"] = message.blob_chunks
+    if message.hops:
+        extras["hops"] = message.hops
+    return encode_call(message.id, message.priority, message.task, message.args, message.kwargs, extras)
+
+
+def decode_message(data: bytes) -> Message:
+    """Read a message.
+
+    Raises:
+        DecodeError: the bytes are not a message, or of another version.
+    """
+    lane = _LANES.get(data[:2])
+    if lane is None or len(data) < HEAD_BYTES:
+        if data[:1] != _VERSION_BYTE:
+            raise DecodeError(f"wire version {data[0] if data else 'missing'}; this side reads {WIRE_VERSION}")
+        raise DecodeError("the head of the message is damaged")
+    body = unpack_value(data[HEAD_BYTES:])
+    if type(body) is not list or len(body) < 2 or type(body[0]) is not str or type(body[1]) is not list:
+        raise DecodeError("the body of the message is damaged")
+    try:
+        message_id = data[2:HEAD_BYTES].decode("ascii")
+    except UnicodeDecodeError:
+        raise DecodeError("the message id is damaged") from None
+    if len(body) == 2:
+        return Message(message_id, body[0], tuple(body[1]), priority=lane)
+    kwargs, extras = body[2], body[3] if len(body) > 3 else {}
+    if type(kwargs) is not dict or type(extras) is not dict:
+        raise DecodeError("the body of the message is damaged")
+    known = {name: extras[name] for name in _EXTRAS if name in extras}
+    if not all(type(value) is int for value in known.values()) or not all(type(name) is str for name in kwargs):
+        raise DecodeError("the body of the message has members of the wrong type")
+    return Message(message_id, body[0], tuple(body[1]), kwargs, lane, **known)
+
+
+_EXTRAS = ("attempt", "expires_at_ms", "blob_chunks", "hops")
+
+
+def encode_outcome(outcome: Outcome) -> bytes:
+    """An outcome's bytes, body inline.
+
+    Raises:
+        TypeError, ValueError, OverflowError: the value cannot travel.
+    """
+    head = _VERSION_BYTE + _STATUS_BYTES[outcome.status] + b"i"
+    failure = outcome.failure
+    if failure is None:
+        return head + pack_value(outcome.value)
+    return head + pack_value((failure.type, failure.message, failure.traceback, failure.args))
+
+
+def encode_success(value: Any) -> bytes:
+    """``encode_outcome`` for the common case."""
+    return b"\x01Si" + pack_value(value)
+
+
+def encode_blob_outcome(status: Status, chunks: int) -> bytes:
+    """An outcome whose body lies in so many blob chunks."""
+    return _VERSION_BYTE + _STATUS_BYTES[status] + b"b" + pack_value(chunks)
+
+
+def blob_chunks_of(data: bytes) -> int:
+    """In how many blob chunks the body of an outcome lies; 0 when it is inline."""
+    if data[2:3] != b"b":
+        return 0
+    chunks = unpack_value(data[3:])
+    if type(chunks) is not int or chunks < 1:
+        raise DecodeError("the outcome's count of blob chunks is damaged")
+    return chunks
+
+
+def decode_outcome(data: bytes, body: bytes | None = None) -> Outcome:
+    """Read an outcome; ``body`` is the content of its blob where there is one.
+
+    Raises:
+        DecodeError: the bytes are not an outcome.
+    """
+    status = _STATUSES.get(data[1:2])
+    if data[:1] != _VERSION_BYTE or status is None:
+        raise DecodeError("not an outcome of a version known here")
+    content = unpack_value(data[3:] if body is None else body)
+    if status is not Status.FAILED:
+        return Outcome(status, content)
+    try:
+        kind, message, traceback, args = content
+        return Outcome(status, failure=Failure(kind, message, traceback, tuple(args)))
+    except (TypeError, ValueError) as error:
+        raise DecodeError(f"the outcome's failure is damaged: {error}") from error
+
+
+def _register_everyday_types() -> None:
+    def text(
+        code: int, cls: type, encode: Callable[[Any], str], decode: Callable[[str], Any]
+    ) -> None:
+        register(WireType(code, cls, lambda value: encode(value).encode(), lambda data: decode(data.decode())))
+
+    text(1, datetime.datetime, lambda v: v.isoformat(), datetime.datetime.fromisoformat)
+    text(2, datetime.date, lambda v: v.isoformat(), datetime.date.fromisoformat)
+    text(3, datetime.time, lambda v: v.isoformat(), datetime.time.fromisoformat)
+    text(6, decimal.Decimal, str, decimal.Decimal)
+    register(
+        WireType(
+            4,
+            datetime.timedelta,
+            lambda v: pack_value((v.days, v.seconds, v.microseconds)),
+            lambda data: datetime.timedelta(*unpack_value(data)),
+        )
+    )
+    register(WireType(5, uuid.UUID, lambda v: v.bytes, lambda data: uuid.UUID(bytes=data)))
+    register(WireType(7, set, lambda v: pack_value(list(v)), lambda d: set(unpack_value(d))))
+    register(
+        WireType(
+            8, frozenset, lambda v: pack_value(list(v)), lambda d: frozenset(unpack_value(d))
+        )
+    )
+    register(
+        WireType(
+            9,
+            complex,
+            lambda v: pack_value((v.real, v.imag)),
+            lambda data: complex(*unpack_value(data)),
+        )
+    )
+
+
+_register_everyday_types()

@@ -1,0 +1,125 @@
+"""What happened, as typed records, and who listens.
+
+Observers only watch: they run inside the engine's loop, so they must be quick, and what they raise is
+logged and goes no further. To change what happens, write a middleware (``taskmesh.worker.middleware``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+log = logging.getLogger("taskmesh")
+
+
+class Ending(NamedTuple):
+    """One settled delivery."""
+
+    task: str
+    status: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """Messages that the server accepted."""
+
+    queue: str
+    messages: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Deliveries that a worker received."""
+
+    queue: str
+    deliveries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Deliveries that one settle call ended; ``dropped`` outcomes had lost their claim."""
+
+    queue: str
+    endings: Sequence[Ending]
+    dropped: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """Deliveries taken over from a worker that is dead, or that handed them back."""
+
+    queue: str
+    worker: str
+    deliveries: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """This worker found itself struck off (stopped for longer than the liveness TTL) and took a new name."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """One training step became a version."""
+
+    run: str
+    version: int
+    step: int
+    loss: float
+    seconds: float
+    uplink_bytes: int
+    dense_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRefused:
+    """A gradient shard was not used."""
+
+    run: str
+    step: int
+    shard: int
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """An older version became current, as a new version."""
+
+    run: str
+    version: int
+    restored: int
+    reason: str
+
+
+Event = Submitted | Fetched | Settled | Claimed | WorkerLost | Committed | ShardRefused | RolledBack
+
+
+class Observer(Protocol):
+    """Anything that wants to know."""
+
+    def on_event(self, event: Event) -> None: ...
+
+
+class Observers:
+    """The observers of one Mesh; an observer that raises does not disturb the others."""
+
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        self._observers = list(observers)
+
+    def add(self, observer: Observer) -> None:
+        self._observers.append(observer)
+
+    def emit(self, event: Event) -> None:
+        for observer in self._observers:
+            try:
+                observer.on_event(event)
+            except Exception:
+                log.exception("observer %r failed on %s", observer, type(event).__name__)

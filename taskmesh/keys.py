@@ -1,0 +1,115 @@
+"""Every Redis key, and the hash tag that keeps together what one script touches.
+
+A key reads ``taskmesh:{<mesh>:<queue>:<partition>}:<what>``. Everything between the braces is hashed, so all
+keys of one partition lie in one slot of a cluster. A training run has a tag of its own, and the chunks of its
+versions are spread over as many tags as there are chunk groups.
+"""
+
+from __future__ import annotations
+
+import re
+
+from taskmesh.errors import ConfigurationError
+from taskmesh.messages import Priority
+
+GROUP = b"workers"
+RETURNED = b"returned"
+_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
+
+
+def check_name(kind: str, name: str) -> str:
+    """Return ``name`` if it may stand in a key.
+
+    Raises:
+        ConfigurationError: it is empty, longer than 100 characters or has others than letters, digits, ``_ . -``.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"{kind} name {name!r}: use 1 to 100 letters, digits, '_', '.' or '-' (it becomes part of Redis keys)"
+        )
+    return name
+
+
+class PartitionKeys:
+    """The keys of one partition of one queue."""
+
+    __slots__ = (
+        "cancelled",
+        "control",
+        "dead",
+        "delayed",
+        "known",
+        "lanes",
+        "parked",
+        "partition",
+        "prefix",
+        "queue",
+        "tag",
+        "workers",
+    )
+
+    def __init__(self, mesh: str, queue: str, partition: int) -> None:
+        self.queue = queue
+        self.partition = partition
+        self.tag = f"{mesh}:{queue}:{partition}".encode()
+        self.prefix = prefix = b"taskmesh:{" + self.tag + b"}:"
+        self.lanes = tuple(prefix + b"tasks:" + lane.name.lower().encode() for lane in Priority)
+        self.delayed = prefix + b"delayed"
+        self.dead = prefix + b"dead"
+        self.parked = prefix + b"parked"
+        self.workers = prefix + b"workers"
+        self.known = prefix + b"known"
+        self.cancelled = prefix + b"cancelled"
+        self.control = prefix + b"control"
+
+    def settles(self, worker: bytes) -> bytes:
+        return self.prefix + b"settles:" + worker
+
+    def result(self, message_id: str) -> bytes:
+        return self.prefix + b"result:" + message_id.encode()
+
+    def producer(self, producer: str) -> bytes:
+        return self.prefix + b"producer:" + producer.encode()
+
+    def replies(self, producer: str) -> bytes:
+        return self.prefix + b"replies:" + producer.encode()
+
+    def blob(self, message_id: str, kind: str, chunk: int) -> bytes:
+        """``kind`` is "args" or "result"."""
+        return self.prefix + f"blob:{message_id}:{kind}:{chunk}".encode()
+
+
+class RunKeys:
+    """The keys of one training run."""
+
+    __slots__ = ("_mesh", "_run", "current", "history", "lease", "ledger", "prefix", "run", "status", "tag", "token")
+
+    def __init__(self, mesh: str, run: str) -> None:
+        self._mesh = mesh
+        self._run = run
+        self.run = run
+        self.tag = f"{mesh}:run:{run}".encode()
+        self.prefix = prefix = b"taskmesh:{" + self.tag + b"}:"
+        self.lease = prefix + b"lease"
+        self.token = prefix + b"token"
+        self.current = prefix + b"current"
+        self.history = prefix + b"versions"
+        self.ledger = prefix + b"ledger"
+        self.status = prefix + b"status"
+
+    def manifest(self, version: int) -> bytes:
+        return self.prefix + f"manifest:{version}".encode()
+
+    def chunk(self, version: int, token: int, index: int) -> bytes:
+        """A piece of a version's state, spread over 16 tags; the fencing token keeps two masters' pieces apart."""
+        return f"taskmesh:{{{self._mesh}:run:{self._run}:{index % 16}}}:chunk:{version}:{token}:{index}".encode()
+
+    def gradient(self, version: int, shard: int, attempt: str, index: int) -> bytes:
+        """A piece of a shard's gradient; ``attempt`` is the id of the task that computed it."""
+        tag = f"{self._mesh}:run:{self._run}:{shard % 16}"
+        return f"taskmesh:{{{tag}}}:gradient:{version}:{shard}:{attempt}:{index}".encode()
+
+
+def reply_producer(message_id: str) -> str:
+    """The producer that a message's outcome is pushed to."""
+    return message_id[:12]

@@ -1,0 +1,101 @@
+"""What travels: a message, its delivery to a worker, and the outcome that ends it."""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+from typing import Any, NamedTuple
+
+import msgspec
+
+
+class Priority(IntEnum):
+    """The lane of a queue; a busy worker serves the lanes in the proportion 12 : 3 : 1."""
+
+    HIGH = 0
+    NORMAL = 1
+    LOW = 2
+
+
+class Status(StrEnum):
+    """How a delivery ended. The first four end the message; the others let it go on."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    RETRIED = "retried"
+    UNKNOWN = "unknown"
+    UNDECODABLE = "undecodable"
+
+
+class Message(msgspec.Struct, frozen=True, gc=False):
+    """One submitted call.
+
+    Attributes:
+        id: unique; the first 12 characters name the producer.
+        task: the task's name within its Mesh.
+        args, kwargs: the arguments as wire values, or the chunks' count when they travel as a blob.
+        priority: the lane.
+        attempt: 1 for the first; a retry raises it.
+        expires_at_ms: Redis time after which it is dropped unless it has started; 0 is never.
+        blob_chunks: the arguments lie in so many blob chunks; 0 when they are inline.
+        hops: how often a worker that does not know the task passed it on.
+    """
+
+    id: str
+    task: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    priority: Priority = Priority.NORMAL
+    attempt: int = 1
+    expires_at_ms: int = 0
+    blob_chunks: int = 0
+    hops: int = 0
+
+
+class Entry(NamedTuple):
+    """A stream entry as fetched, not looked into yet."""
+
+    lane: Priority
+    id: bytes
+    message: bytes | None
+    deliveries: int
+
+
+class Failure(msgspec.Struct, frozen=True, gc=False):
+    """An exception as it travels."""
+
+    type: str
+    message: str
+    traceback: str = ""
+    args: tuple[Any, ...] = ()
+
+
+class Outcome(msgspec.Struct, frozen=True, gc=False):
+    """How a task ended, as its submitter sees it: ``value`` when it succeeded, ``failure`` when it did not."""
+
+    status: Status
+    value: Any = None
+    failure: Failure | None = None
+
+
+class DeadLetter(msgspec.Struct, frozen=True):
+    """A message that was parked, and why.
+
+    Attributes:
+        entry: its id in the dead-letter stream.
+        reason: "failed", "no handler", "undecodable", "worker died" and the like.
+        message: None when its bytes cannot be decoded.
+        raw: the bytes as they were found.
+        at_ms: Redis time of the ending.
+    """
+
+    entry: str
+    queue: str
+    reason: str
+    message: Message | None
+    raw: bytes
+    deliveries: int
+    worker: str
+    failure: Failure | None
+    at_ms: int

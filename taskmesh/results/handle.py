@@ -1,0 +1,159 @@
+"""What a submitter holds: the way to a task's result, and to its cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Generic, TypeVar
+
+import msgspec
+
+from taskmesh.broker import blobs
+from taskmesh.broker.streams import Cancelled, Partition
+from taskmesh.codec import blob_chunks_of, decode_outcome, encode_outcome
+from taskmesh.errors import ResultTimeout, ResultUnavailable, TaskCancelled, TaskExpired, TaskFailed
+from taskmesh.messages import Outcome, Priority, Status
+from taskmesh.results.inbox import Inbox
+from taskmesh.signatures import convert
+from taskmesh.tasks import TaskDefinition
+
+R = TypeVar("R")
+_CANCELLED = encode_outcome(Outcome(Status.CANCELLED))
+
+
+class Handle(Generic[R]):
+    """One submitted task.
+
+    Attributes:
+        id: the message's id; ``Mesh.handle`` makes a handle of it in another process.
+    """
+
+    __slots__ = ("_blob_chunks", "_inbox", "_lane", "_own", "_partition", "_place", "_submitted", "_task", "_ttl", "_outcome", "id")
+
+    def __init__(
+        self,
+        message_id: str,
+        task: TaskDefinition,
+        partition: Partition,
+        inbox: Inbox | None,
+        ttl: float,
+        lane: Priority,
+        place: str | None = None,
+        blob_chunks: int = 0,
+        own: bool = True,
+    ) -> None:
+        self.id = message_id
+        self._task = task
+        self._partition = partition
+        self._inbox = inbox
+        self._ttl = ttl
+        self._lane = lane
+        self._place = place
+        self._blob_chunks = blob_chunks
+        self._own = own
+        self._submitted = time.monotonic()
+        self._outcome: Outcome | None = None
+
+    def __repr__(self) -> str:
+        return f"<Handle {self.id} of task {self._task.name!r}>"
+
+    @property
+    def task(self) -> str:
+        """The task's name."""
+        return self._task.name
+
+    async def result(self, timeout: float | None = None) -> R:
+        """The handler's result, as its return annotation says.
+
+        Raises:
+            TaskFailed: the handler raised (or the exception itself, where its type is among the task's ``raises``).
+            TaskCancelled, TaskExpired: it ended so.
+            ResultTimeout: no outcome within ``timeout`` seconds; the task goes on.
+            ResultUnavailable: results are off for this task, or the record is gone.
+        """
+        outcome = await self.outcome(timeout)
+        if outcome.status is Status.SUCCEEDED:
+            try:
+                value: R = convert(outcome.value, self._task.signature.returns)
+            except (msgspec.ValidationError, ValueError, TypeError) as error:
+                wanted = self._task.signature.returns
+                raise TaskFailed("TypeError", f"the result does not fit the annotation {wanted}: {error}") from None
+            return value
+        raise self._error(outcome)
+
+    async def outcome(self, timeout: float | None = None) -> Outcome:
+        """How the task ended, as a value; nothing is raised for a task that failed.
+
+        Raises:
+            ResultTimeout, ResultUnavailable: as ``result``.
+        """
+        if self._outcome is None:
+            if self._inbox is None:
+                raise ResultUnavailable(f"task {self._task.name!r} keeps no results (its result_ttl is 0)")
+            try:
+                async with asyncio.timeout(timeout):
+                    data = await self._wait(self._inbox)
+                    self._outcome = await self._decode(data)
+            except TimeoutError:
+                raise ResultTimeout(f"{self} has no outcome after {timeout:g} s") from None
+        return self._outcome
+
+    async def _wait(self, inbox: Inbox) -> bytes:
+        waiting = asyncio.ensure_future(inbox.wait(self.id, self._own))
+        try:
+            while True:
+                await asyncio.wait([waiting], timeout=max(1.0, self._submitted + self._ttl - time.monotonic()))
+                if waiting.done():
+                    return waiting.result()
+                if await self._is_gone():
+                    raise ResultUnavailable(f"the record of {self} has expired ({self._ttl:g} s after it ended)")
+        finally:
+            if not waiting.done():
+                waiting.cancel()
+                inbox.forget(self.id)
+
+    async def _is_gone(self) -> bool:
+        """Whether the message has ended so long ago that its record has expired."""
+        if self._place is None or "-" not in self._place or self._task.options.retry.attempts > 1:
+            return False
+        entry = await self._partition.read(self._lane, self._place.encode(), 1)
+        return entry.message is None and await self._partition.result(self.id) is None
+
+    async def _decode(self, data: bytes) -> Outcome:
+        chunks = blob_chunks_of(data)
+        body = await blobs.download(self._partition, self.id, "result", chunks) if chunks else None
+        return decode_outcome(data, body)
+
+    def _error(self, outcome: Outcome) -> Exception:
+        if outcome.status is Status.CANCELLED:
+            return TaskCancelled(f"{self} was cancelled")
+        if outcome.status is Status.EXPIRED:
+            return TaskExpired(f"{self} had not started when it expired")
+        failure = outcome.failure
+        if failure is None:
+            return TaskFailed("unknown", "the outcome carries no failure")
+        failed = TaskFailed(failure.type, failure.message, failure.traceback)
+        kind = self._task.raises.get(failure.type)
+        if kind is None:
+            if failure.traceback:
+                failed.add_note(f"remote traceback:\n{failure.traceback}")
+            return failed
+        try:
+            raised = kind(*failure.args)
+        except Exception:
+            return failed
+        raised.__cause__ = failed
+        return raised
+
+    async def cancel(self) -> Cancelled:
+        """Ask for the task's cancellation.
+
+        Returns:
+            ``CANCELLED``: it had not started and never will. ``REQUESTED``: it is running, or its place is not
+            known: its worker was told (a handler in a thread cannot be stopped; its result is dropped).
+            ``ENDED``: it had ended before.
+        """
+        ttl_ms = int(self._ttl * 1000)
+        return await self._partition.cancel(
+            self.id, self._lane, self._place, _CANCELLED, ttl_ms, self._blob_chunks
+        )

@@ -1,0 +1,142 @@
+"""A handler's signature: what it takes, checked at submit and rebuilt from wire values in the worker.
+
+The conversion to annotations is msgspec's. Annotations that it does not know (protocols, classes of the user's)
+are held by ``isinstance``; a parameter without annotation takes what comes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from taskmesh.errors import ConfigurationError, InvalidArguments
+
+
+def _rebuild(wanted: Any, value: Any) -> Any:
+    """msgspec's hook for types that are not its own."""
+    origin = typing.get_origin(wanted) or wanted
+    if not isinstance(origin, type) or isinstance(value, origin):
+        return value
+    validate = getattr(origin, "model_validate", None)
+    if validate is not None:
+        return validate(value)
+    raise ValueError(f"Expected `{origin.__qualname__}`, got `{type(value).__qualname__}`")
+
+
+def convert(value: Any, wanted: Any) -> Any:
+    """``value`` as the annotated type.
+
+    Raises:
+        msgspec.ValidationError: it does not fit.
+    """
+    return msgspec.convert(value, wanted, dec_hook=_rebuild)
+
+
+def resolve_hints(function: Callable[..., Any], local_names: Mapping[str, Any]) -> dict[str, Any]:
+    """A function's annotations, strings evaluated; ``local_names`` are those visible where it is defined.
+
+    Raises:
+        ConfigurationError: an annotation names something that cannot be found.
+    """
+    closure = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    try:
+        return typing.get_type_hints(function, localns={**local_names, **closure})
+    except NameError as error:
+        name = getattr(function, "__qualname__", repr(function))
+        raise ConfigurationError(f"handler {name}: an annotation cannot be resolved: {error}") from None
+
+
+class Signature:
+    """What a handler takes beside its Context.
+
+    Attributes:
+        context: the name of the parameter that takes the Context, or None.
+        returns: the annotated type of the result (Any where there is none).
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], name: str, context_type: type, local_names: Mapping[str, Any], batch: bool
+    ) -> None:
+        hints = resolve_hints(function, local_names)
+        self._task = name
+        self.returns = hints.pop("return", Any)
+        self.context: str | None = None
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(function).parameters.values():
+            if hints.get(parameter.name) is context_type:
+                self.context = parameter.name
+            else:
+                parameters.append(parameter.replace(annotation=hints.get(parameter.name, Any)))
+        if batch:
+            parameters = [self._item_of(parameters)]
+            self.returns = self._member(self.returns)
+        self._signature = inspect.Signature(parameters)
+        self._types = {parameter.name: parameter.annotation for parameter in parameters}
+        positional = [
+            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        self._is_plain = len(positional) == len(parameters)
+        required = sum(p.default is p.empty for p in positional)
+        # By count of positional arguments: the tuple type that they convert to in one go.
+        self._tuples = {
+            count: tuple[tuple(p.annotation for p in positional[:count])] if count else tuple[()]  # type: ignore[misc]
+            for count in range(required, len(positional) + 1)
+        } if self._is_plain else {}
+
+    def _item_of(self, parameters: list[inspect.Parameter]) -> inspect.Parameter:
+        if len(parameters) != 1:
+            raise ConfigurationError(
+                f"batch handler of task {self._task!r}: it takes one list of items (and a Context, if it likes)"
+            )
+        return parameters[0].replace(annotation=self._member(parameters[0].annotation))
+
+    def _member(self, wanted: Any) -> Any:
+        origin = typing.get_origin(wanted)
+        if isinstance(origin, type) and issubclass(origin, Sequence):
+            return typing.get_args(wanted)[0]
+        return Any
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See that a call would be taken.
+
+        Raises:
+            InvalidArguments: it would not; the message names the parameter.
+        """
+        self.convert(args, kwargs)
+
+    def convert(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments as the handler's annotations want them.
+
+        Raises:
+            InvalidArguments: they do not fit.
+        """
+        if not kwargs:
+            wanted = self._tuples.get(len(args))
+            if wanted is not None:
+                try:
+                    return msgspec.convert(args, wanted, dec_hook=_rebuild), kwargs
+                except (ValueError, TypeError):
+                    pass  # below finds out which parameter it was
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise InvalidArguments(f"task {self._task!r}: {error}") from None
+        for name, value in bound.arguments.items():
+            bound.arguments[name] = self._convert_one(name, value)
+        return bound.args, bound.kwargs
+
+    def _convert_one(self, name: str, value: Any) -> Any:
+        wanted = self._types[name]
+        kind = self._signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            wanted = tuple[wanted, ...]
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            wanted = dict[str, wanted]
+        try:
+            return convert(value, wanted)
+        except (ValueError, TypeError) as error:
+            raise InvalidArguments(f"task {self._task!r}: argument {name!r}: {error}") from None

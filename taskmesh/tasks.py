@@ -1,0 +1,228 @@
+"""What a task is: its handler and options, the Context that a run of it sees, and the registry of a Mesh."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from taskmesh.errors import ConfigurationError, TaskmeshError, UnknownTask
+from taskmesh.keys import check_name
+from taskmesh.messages import Priority
+from taskmesh.signatures import Signature
+
+DEFAULT_QUEUE = "default"
+MAX_DELIVERIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """When and how often a task that failed is tried again.
+
+    The pause before try n + 1 is ``delay * factor ** (n - 1)`` seconds, at most ``max_delay``; ``jitter`` is the
+    share of it that is drawn at random, so that what failed together does not come back together.
+
+    Attributes:
+        attempts: tries in all; 1 never tries again.
+        on: the exceptions that are worth another try.
+    """
+
+    attempts: int = 3
+    delay: float = 1.0
+    factor: float = 2.0
+    max_delay: float = 300.0
+    jitter: float = 0.5
+    on: tuple[type[Exception], ...] = (Exception,)
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or self.delay < 0 or self.factor < 1 or not 0 <= self.jitter <= 1:
+            raise ConfigurationError(f"{self}: attempts from 1, delay from 0, factor from 1, jitter from 0 to 1")
+
+    def pause_after(self, attempt: int, draw: float) -> float:
+        """Seconds to wait after the given try has failed; ``draw`` is uniform in [0, 1)."""
+        whole = min(self.max_delay, self.delay * self.factor ** min(attempt - 1, 64))
+        return whole * (1 - self.jitter * draw)
+
+
+NO_RETRY = Retry(attempts=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """How single submissions are gathered into one call of the handler.
+
+    Attributes:
+        max_rows: the handler never gets more.
+        max_wait: seconds that the oldest may wait for others, counted from its arrival in the worker.
+    """
+
+    max_rows: int = 64
+    max_wait: float = 0.002
+
+    def __post_init__(self) -> None:
+        if self.max_rows < 1 or self.max_wait < 0:
+            raise ConfigurationError(f"{self}: max_rows from 1, max_wait from 0")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskOptions:
+    """What a task may say beside its name. Durations are seconds.
+
+    Attributes:
+        queue: where its messages wait.
+        retry: when a failure is tried again.
+        timeout: a run that takes longer fails with TimeoutError.
+        expires: a message that has not started by then is dropped.
+        priority: its lane.
+        result_ttl: how long its results are kept; 0 keeps none, None takes the Mesh's.
+        batch: gathers submissions; the handler then takes and returns lists.
+        raises: exception types that ``result()`` raises as themselves.
+        max_deliveries: a message whose workers died so often is dead-lettered.
+    """
+
+    queue: str = DEFAULT_QUEUE
+    retry: Retry = NO_RETRY
+    timeout: float | None = None
+    expires: float | None = None
+    priority: Priority = Priority.NORMAL
+    result_ttl: float | None = None
+    batch: Batch | None = None
+    raises: tuple[type[Exception], ...] = ()
+    max_deliveries: int = MAX_DELIVERIES
+
+    def __post_init__(self) -> None:
+        check_name("queue", self.queue)
+        for name in ("timeout", "expires"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigurationError(f"{name} is {value} s; it must be positive")
+        if self.result_ttl is not None and self.result_ttl < 0:
+            raise ConfigurationError(f"result_ttl is {self.result_ttl} s; it cannot be negative")
+
+
+class RetryLater(TaskmeshError):
+    """Raised by ``Context.retry``: try this message again, whatever ``Retry.on`` says."""
+
+    def __init__(self, delay: float | None) -> None:
+        super().__init__("the handler asked for another try")
+        self.delay = delay
+
+
+@dataclass(slots=True)
+class Context:
+    """What a handler may know of its run. A parameter annotated with it receives it; callers do not pass it.
+
+    Attributes:
+        task_id: the message's id, the same in every attempt.
+        task: the task's name.
+        queue: where it came from.
+        attempt: 1 for the first try; a retry raises it.
+        deliveries: how often this message was handed to a worker; above 1 when a worker died with it.
+        worker: who runs it.
+        max_attempts: tries in all.
+    """
+
+    task_id: str
+    task: str
+    queue: str
+    attempt: int
+    deliveries: int
+    worker: str
+    max_attempts: int = 1
+    _cancelled: threading.Event = field(default_factory=threading.Event, repr=False)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether someone asked to cancel this run: for handlers in threads, which cannot be stopped from outside."""
+        return self._cancelled.is_set()
+
+    def retry(self, delay: float | None = None) -> NoReturn:
+        """Give this try up and ask for another one after ``delay`` seconds (None: as the task's Retry says).
+
+        It counts as a try; when they are spent the task has failed.
+        """
+        raise RetryLater(delay)
+
+
+class TaskDefinition:
+    """A registered task: the handler with all that the engine needs to know of it."""
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        options: TaskOptions,
+        local_names: Mapping[str, Any],
+    ) -> None:
+        self.name = check_name("task", name)
+        self.function = function
+        self.options = options
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
+        )
+        if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+            raise ConfigurationError(f"task {name!r}: a handler returns its result; generators are not supported")
+        self.signature = Signature(function, name, Context, local_names, options.batch is not None)
+        self.raises = {_type_name(kind): kind for kind in options.raises}
+
+    def __repr__(self) -> str:
+        return f"<task {self.name!r} on queue {self.options.queue!r}>"
+
+
+def _type_name(kind: type) -> str:
+    module = kind.__module__
+    return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
+
+
+class Registry:
+    """The tasks of one Mesh, by name."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, TaskDefinition] = {}
+        self.get = self._tasks.get
+
+    def add(self, definition: TaskDefinition) -> None:
+        """Register a task.
+
+        Raises:
+            ConfigurationError: the name is taken.
+        """
+        taken = self._tasks.get(definition.name)
+        if taken is not None:
+            raise ConfigurationError(f"two tasks are named {definition.name!r}: give one of them a name of its own")
+        self._tasks[definition.name] = definition
+
+    def __getitem__(self, name: str) -> TaskDefinition:
+        try:
+            return self._tasks[name]
+        except KeyError:
+            known = ", ".join(sorted(self._tasks)) or "none"
+            raise UnknownTask(f"no task {name!r} in this Mesh (there are: {known})") from None
+
+    def __iter__(self) -> Iterator[TaskDefinition]:
+        return iter(self._tasks.values())
+
+    @property
+    def queues(self) -> list[str]:
+        """The queues that the tasks name, in order of registration."""
+        return list(dict.fromkeys(task.options.queue for task in self))
+
+
+class Call:
+    """One run of a handler, as middleware sees it: what is called, with what, and its Context."""
+
+    __slots__ = ("args", "context", "kwargs", "task")
+
+    def __init__(
+        self, task: TaskDefinition, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context
+    ) -> None:
+        self.task = task
+        self.args = args
+        self.kwargs = kwargs
+        self.context = context
+
+
+Next = Callable[[Call], Awaitable[Any]]
+Middleware = Callable[[Call, Next], Awaitable[Any]]

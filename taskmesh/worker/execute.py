@@ -1,0 +1,397 @@
+"""Running handlers: up to ``concurrency`` at once, in order of priority.
+
+Runners are asyncio tasks that take what is ready, one message after the other. A runner whose handler suspends
+belongs to that message from then on, and others go on with what is ready (see ``taskmesh.worker.drive``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from taskmesh.errors import InvalidArguments
+from taskmesh.messages import Priority, Status
+from taskmesh.settings import WorkerSettings
+from taskmesh.tasks import Call, Context, Middleware, Next, TaskDefinition
+from taskmesh.worker.batching import Batcher
+from taskmesh.worker.deliveries import Delivery
+from taskmesh.worker.drive import drive
+from taskmesh.worker.endings import Endings
+from taskmesh.worker.middleware import compose
+
+log = logging.getLogger("taskmesh.worker")
+TIME_SLICE = 0.002
+
+
+class Run:
+    """One handler that is under way and has suspended (or runs in a thread)."""
+
+    __slots__ = ("context", "deliveries", "ended", "in_thread", "reason", "started", "task", "timer")
+
+    def __init__(self, deliveries: list[Delivery], started: float, context: Context | None, in_thread: bool) -> None:
+        self.deliveries = deliveries
+        self.started = started
+        self.context = context
+        self.in_thread = in_thread
+        self.task: asyncio.Task[Any] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.reason: str | None = None
+        self.ended: set[int] = set()  # orders of deliveries that were ended early
+
+
+class Executor:
+    """Runs what the fetchers bring.
+
+    Attributes:
+        active: handlers that are under way beyond a runner's current step.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        endings: Endings,
+        middlewares: list[Middleware],
+        worker: Callable[[], str],
+        on_room: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._endings = endings
+        self._middlewares = middlewares
+        self._worker = worker
+        self._on_room = on_room
+        self._ready: tuple[deque[Delivery], ...] = tuple(deque() for _ in Priority)
+        self._runs: set[Run] = set()
+        self._runners: set[asyncio.Task[None]] = set()
+        self._starting = 0
+        self._batchers: dict[str, Batcher] = {}
+        self._calls: dict[str, Next] = {}
+        self._threads: ThreadPoolExecutor | None = None
+        self.active = 0
+        self.current: tuple[float, float] | None = None  # start and limit of a handler's step, for the watchdog
+
+    @property
+    def waiting(self) -> int:
+        """Deliveries that have not started."""
+        return sum(map(len, self._ready)) + sum(batcher.waiting for batcher in self._batchers.values())
+
+    @property
+    def free(self) -> int:
+        """Slots that nothing runs in and nothing waits for."""
+        return self._settings.concurrency - self.active - self.waiting
+
+    def accept(self, delivery: Delivery) -> None:
+        """Queue a delivery; call ``dispatch`` after the last one."""
+        self._ready[delivery.lane].append(delivery)
+
+    def dispatch(self) -> None:
+        """See that what is ready is looked at."""
+        if not self._starting and self.active < self._settings.concurrency and any(self._ready):
+            self._start_runners(1)
+
+    def _start_runners(self, count: int) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(count):
+            runner = loop.create_task(self._runner())
+            self._runners.add(runner)
+            runner.add_done_callback(self._runners.discard)
+        self._starting += count
+
+    def _next(self) -> Delivery | None:
+        for ready in self._ready:
+            if ready:
+                return ready.popleft()
+        return None
+
+    async def _runner(self) -> None:
+        slice_end = time.monotonic() + TIME_SLICE
+        concurrency = self._settings.concurrency
+        while self.active < concurrency:
+            delivery = self._next()
+            if delivery is None:
+                break
+            if delivery.task.options.batch is not None:
+                self._batcher(delivery.task).add(delivery)
+                continue
+            if await self._run(delivery):
+                self._release()
+                return
+            now = time.monotonic()
+            if now > slice_end:
+                await asyncio.sleep(0)
+                slice_end = time.monotonic() + TIME_SLICE
+        self._starting -= 1
+        if self.active < concurrency:
+            self._on_room()
+
+    def _release(self) -> None:
+        """A slot is free again."""
+        self.active -= 1
+        if any(self._ready):
+            self.dispatch()
+        for batcher in self._batchers.values():
+            batcher.flush()
+        self._on_room()
+
+    def _suspended(self, run: Run, timeout: float | None) -> None:
+        """A handler has suspended: its runner is its own now, and others take over what is ready."""
+        self._starting -= 1
+        self.active += 1
+        self._runs.add(run)
+        run.task = asyncio.current_task()
+        self.current = None
+        if timeout is not None:
+            remaining = timeout - (time.monotonic() - run.started)
+            run.timer = asyncio.get_running_loop().call_later(max(0.0, remaining), self.stop, run, "timeout")
+        wanted = min(self._settings.concurrency - self.active, sum(map(len, self._ready))) - self._starting
+        if wanted > 0:
+            self._start_runners(wanted)
+
+    async def _run(self, delivery: Delivery) -> bool:
+        """Run one message's handler and end it; True when it suspended on the way."""
+        task, message = delivery.task, delivery.message
+        started = time.monotonic()
+        timeout = task.options.timeout
+        try:
+            args, kwargs = task.signature.convert(message.args, message.kwargs)
+        except InvalidArguments as error:
+            self._endings.failed(delivery, error, 0.0, final=True)
+            return False
+        context: Context | None = None
+        if task.signature.context is not None or self._middlewares or not task.is_async:
+            context = self._context(delivery)
+        run: Run | None = None
+
+        def on_suspend() -> None:
+            nonlocal run
+            run = Run([delivery], started, context, not task.is_async)
+            self._suspended(run, timeout)
+
+        self.current = None if timeout is None else (started, timeout)
+        try:
+            value = await drive(self._call(task, args, kwargs, context), on_suspend)
+        except asyncio.CancelledError as error:
+            self._stopped(run, delivery, error)
+        except Exception as error:
+            if run is None or delivery.order not in run.ended:
+                self._endings.failed(delivery, error, time.monotonic() - started)
+        except BaseException as error:
+            self._endings.failed(delivery, error, time.monotonic() - started, final=True)
+            if not isinstance(error, SystemExit):
+                raise
+        else:
+            if run is None or delivery.order not in run.ended:
+                self._endings.succeeded(delivery, value, time.monotonic() - started)
+        if run is None:
+            return False
+        self._forget(run)
+        return True
+
+    def _forget(self, run: Run) -> None:
+        self._runs.discard(run)
+        if run.timer is not None:
+            run.timer.cancel()
+
+    def _stopped(self, run: Run | None, delivery: Delivery, error: BaseException) -> None:
+        """A handler let a CancelledError out: end it as the reason says."""
+        seconds = 0.0 if run is None else time.monotonic() - run.started
+        reason = None if run is None else run.reason
+        if run is not None and delivery.order in run.ended:
+            return
+        if reason == "cancelled":
+            self._endings.dropped(delivery, Status.CANCELLED, seconds)
+        elif reason == "timeout":
+            limit = delivery.task.options.timeout
+            self._endings.failed(delivery, TimeoutError(f"the handler ran longer than {limit:g} s"), seconds)
+        elif reason is None:
+            self._endings.failed(delivery, error, seconds)
+        # "drain": it stays held, and the drain hands it back
+
+    def _context(self, delivery: Delivery) -> Context:
+        message = delivery.message
+        return Context(
+            message.id,
+            message.task,
+            delivery.source.queue,
+            message.attempt,
+            delivery.deliveries,
+            self._worker(),
+            delivery.task.options.retry.attempts,
+        )
+
+    def _call(
+        self, task: TaskDefinition, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context | None
+    ) -> Any:
+        """The coroutine that runs the handler inside its middlewares."""
+        if context is None:
+            return task.function(*args, **kwargs)
+        if not self._middlewares:
+            return self._innermost(Call(task, args, kwargs, context))
+        composed = self._calls.get(task.name)
+        if composed is None:
+            composed = self._calls[task.name] = compose(self._middlewares, self._innermost)
+        return composed(Call(task, args, kwargs, context))
+
+    async def _innermost(self, call: Call) -> Any:
+        task, kwargs = call.task, call.kwargs
+        if task.signature.context is not None:
+            kwargs = {**kwargs, task.signature.context: call.context}
+        if task.is_async:
+            return await task.function(*call.args, **kwargs)
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._settings.concurrency, thread_name_prefix="taskmesh")
+        run = contextvars.copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, functools.partial(run, task.function, *call.args, **kwargs)
+        )
+
+    # batches
+
+    def _batcher(self, task: TaskDefinition) -> Batcher:
+        batcher = self._batchers.get(task.name)
+        if batcher is None:
+            batch = task.options.batch
+            assert batch is not None
+            batcher = self._batchers[task.name] = Batcher(batch, self._take_batch)
+        return batcher
+
+    def _take_batch(self, deliveries: list[Delivery]) -> bool:
+        """Start a batch in a slot of its own; False when none is free."""
+        if self.active >= self._settings.concurrency:
+            return False
+        self.active += 1
+        runner = asyncio.get_running_loop().create_task(self._run_batch(deliveries))
+        self._runners.add(runner)
+        runner.add_done_callback(self._runners.discard)
+        return True
+
+    async def _run_batch(self, deliveries: list[Delivery]) -> None:
+        task = deliveries[0].task
+        run = Run(deliveries, time.monotonic(), self._context(deliveries[0]), not task.is_async)
+        run.task = asyncio.current_task()
+        if task.options.timeout is not None:
+            run.timer = asyncio.get_running_loop().call_later(task.options.timeout, self.stop, run, "timeout")
+        self._runs.add(run)
+        items: list[tuple[Delivery, Any]] = []
+        for delivery in deliveries:
+            try:
+                args, _ = task.signature.convert(delivery.message.args, delivery.message.kwargs)
+                items.append((delivery, args[0]))
+            except InvalidArguments as error:
+                self._endings.failed(delivery, error, 0.0, final=True)
+        try:
+            if items:
+                await self._run_rows(run, items)
+        finally:
+            self._forget(run)
+            self._release()
+
+    async def _run_rows(self, run: Run, items: list[tuple[Delivery, Any]]) -> None:
+        """Call the handler with these rows; where it raises, with each half, until the row at fault is alone."""
+        task = items[0][0].task
+        context = run.context
+        assert context is not None
+        try:
+            values = await drive(self._call(task, ([row for _, row in items],), {}, context), _nothing)
+            if not isinstance(values, Iterable) or len(rows := list(values)) != len(items):
+                raise TypeError(f"batch handler of {task.name!r} must return one result for each of its {len(items)} rows")
+        except asyncio.CancelledError as error:
+            for delivery, _ in items:
+                self._stopped(run, delivery, error)
+            if (current := asyncio.current_task()) is not None:
+                current.uncancel()
+            return
+        except Exception as error:
+            if len(items) == 1:
+                if items[0][0].order not in run.ended:
+                    self._endings.failed(items[0][0], error, time.monotonic() - run.started)
+                return
+            half = len(items) // 2
+            await self._run_rows(run, items[:half])
+            await self._run_rows(run, items[half:])
+            return
+        seconds = time.monotonic() - run.started
+        for (delivery, _), value in zip(items, rows, strict=True):
+            if delivery.order in run.ended:
+                continue
+            if isinstance(value, Exception):
+                self._endings.failed(delivery, value, seconds)
+            else:
+                self._endings.succeeded(delivery, value, seconds)
+
+    # stopping
+
+    def stop(self, run: Run, reason: str) -> None:
+        """Stop a run: "cancelled", "timeout" or "drain". A thread cannot be stopped: it is ended early, and its
+        slot is free when it returns."""
+        if run.reason is not None:
+            return
+        run.reason = reason
+        if run.context is not None:
+            run.context._cancelled.set()
+        if run.in_thread:
+            if reason != "drain":
+                for delivery in run.deliveries:
+                    self._stopped(run, delivery, asyncio.CancelledError())
+                    run.ended.add(delivery.order)
+                log.warning("%s: it runs in a thread and cannot be stopped; its slot stays taken", run.deliveries[0].task)
+        elif run.task is not None:
+            run.task.cancel()
+
+    def cancel(self, delivery: Delivery) -> None:
+        """Someone wants this message cancelled: drop it if it has not started, stop it if it runs."""
+        for run in self._runs:
+            if delivery in run.deliveries:
+                if len(run.deliveries) == 1:
+                    self.stop(run, "cancelled")
+                elif delivery.order not in run.ended:
+                    run.ended.add(delivery.order)  # the rows beside it go on
+                    self._endings.dropped(delivery, Status.CANCELLED)
+                return
+        if self._remove(delivery):
+            self._endings.dropped(delivery, Status.CANCELLED)
+
+    def _remove(self, delivery: Delivery) -> bool:
+        ready = self._ready[delivery.lane]
+        if delivery in ready:
+            ready.remove(delivery)
+            return True
+        return any(batcher.remove(delivery) for batcher in self._batchers.values())
+
+    def take_waiting(self) -> list[Delivery]:
+        """Everything that has not started; it is the caller's now."""
+        taken = [delivery for ready in self._ready for delivery in ready]
+        for ready in self._ready:
+            ready.clear()
+        for batcher in self._batchers.values():
+            taken += batcher.take()
+        return taken
+
+    def oldest_wait(self, now: float) -> float:
+        """Seconds that the delivery that has waited longest for a slot has waited."""
+        return max((now - ready[0].arrived for ready in self._ready if ready), default=0.0)
+
+    async def drain(self, timeout: float) -> list[Delivery]:
+        """Wait for the handlers under way, then cancel them; returns the deliveries that did not finish."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + timeout
+        while self._runners and loop.time() < give_up_at:
+            await asyncio.wait(self._runners, timeout=max(0.0, give_up_at - loop.time()))
+        unfinished = [delivery for run in self._runs for delivery in run.deliveries]
+        for run in list(self._runs):
+            self.stop(run, "drain")
+        if self._runners:
+            await asyncio.wait(self._runners, timeout=1.0)
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+        return unfinished
+
+
+def _nothing() -> None:
+    pass

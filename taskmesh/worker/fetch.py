@@ -1,0 +1,147 @@
+"""Bringing deliveries in: from one partition, as many as there is room for.
+
+While there is work a script enforces the total over the lanes; when there is none a blocking read waits for it.
+A fetch is never cancelled: the server may have delivered already. After any error the worker asks what the
+server holds for it, and adopts what it lacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
+
+from taskmesh.broker.caller import pause_before
+from taskmesh.broker.link import Moved, NoGroup, ScriptMissing
+from taskmesh.broker.scripts import FETCH
+from taskmesh.broker.streams import lane_quotas, read_fetched
+from taskmesh.errors import BrokerError, BrokerRefused
+from taskmesh.messages import Entry
+from taskmesh.worker.deliveries import Source
+
+log = logging.getLogger("taskmesh.worker")
+BLOCK_MS = 5000
+REPLY_MARGIN = 5.0
+
+
+class Intake(Protocol):
+    """Who takes the entries, and says how many are welcome."""
+
+    worker: bytes
+
+    def room(self) -> int: ...
+
+    async def wait_for_room(self) -> None: ...
+
+    def take_in(self, source: Source, entries: Sequence[Entry], now_ms: int) -> None: ...
+
+    def control(self, source: Source, entries: Sequence[tuple[bytes, list[bytes]]]) -> None: ...
+
+    async def rejoin(self, source: Source) -> None: ...
+
+
+class Fetcher:
+    """Fetches from one partition until it is stopped."""
+
+    def __init__(self, source: Source, intake: Intake) -> None:
+        self._source = source
+        self._intake = intake
+        self._partition = source.partition
+        self._link = source.partition.caller.server.dedicated(source.keys.tag)
+        self._stopping = False
+        self._client: tuple[int, int] | None = None  # the connection's generation and its id at the server
+        self._turn = 0
+
+    async def run(self) -> None:
+        """Fetch until ``stop``; ends only between two fetches."""
+        idle = False
+        failures = 0
+        while not self._stopping:
+            room = self._intake.room()
+            if room < 1:
+                await self._intake.wait_for_room()
+                continue
+            try:
+                count = await self._fetch(room, idle)
+                idle = count == 0
+                failures = 0
+            except NoGroup:
+                await self._recover(self._intake.rejoin(self._source))
+                idle = False
+            except ScriptMissing:
+                await self._recover(self._partition.caller.load(self._source.keys.tag, [FETCH]))
+            except BrokerError as error:
+                if self._stopping:
+                    break
+                if failures == 3:
+                    log.warning("queue %s: fetching waits for the server: %s", self._source.queue, error)
+                if isinstance(error, BrokerRefused) and failures == 0:
+                    log.error("queue %s: the server refused a fetch: %s", self._source.queue, error)
+                await asyncio.sleep(pause_before(failures))
+                failures += 1
+                if isinstance(error, Moved):
+                    self._link.drop("moved")
+                await self._recover(self._adopt())
+        await self._link.close()
+
+    async def _recover(self, step: Coroutine[Any, Any, None]) -> None:
+        try:
+            await step
+        except BrokerError as error:
+            log.debug("queue %s: %s", self._source.queue, error)
+            await asyncio.sleep(pause_before(2))
+
+    async def _fetch(self, room: int, idle: bool) -> int:
+        source, worker = self._source, self._intake.worker
+        keys = source.keys
+        quotas = lane_quotas(room, self._turn)
+        if idle:
+            read = self._partition.wait_command(worker, max(1, room // 16), BLOCK_MS)
+            timeout = BLOCK_MS / 1000 + REPLY_MARGIN
+        else:
+            read = self._partition.fetch_command(worker, room, quotas)
+            timeout = REPLY_MARGIN
+        # The control stream is read right behind the delivery: whoever was cancelled before it is known here.
+        control = ("XREAD", "COUNT", 1000, "STREAMS", keys.control, source.last_control)
+        if self._client is None or self._client[0] != self._link.generation:
+            self._client = (self._link.generation, int(await self._link.call("CLIENT", "ID")))
+        reply, control_reply, time = await self._link.call_many([read, control, ("TIME",)], timeout)
+        for answer in (control_reply, time, reply):
+            if isinstance(answer, BrokerError):
+                raise answer
+        if control_reply:
+            self._intake.control(source, control_reply[0][1])
+        entries = self._partition.read_waited(reply) if idle else read_fetched(reply)
+        if entries:
+            self._turn += len(entries)
+            now_ms = int(time[0]) * 1000 + int(time[1]) // 1000 + self._partition.caller.clock.offset_ms
+            self._intake.take_in(source, entries, now_ms)
+        return len(entries)
+
+    async def _adopt(self) -> None:
+        """Take in what the server delivered and this worker never saw."""
+        worker = self._intake.worker
+        lacking = [
+            (lane, entry_id, deliveries)
+            for lane, entry_id, deliveries in await self._partition.own_pending(worker)
+            if entry_id not in self._source.held[lane]
+        ]
+        if not lacking:
+            return
+        entries = [await self._partition.read(*item) for item in lacking]
+        seconds, micros = await self._partition.caller.command(self._source.keys.tag, "TIME")
+        now_ms = int(seconds) * 1000 + int(micros) // 1000 + self._partition.caller.clock.offset_ms
+        fresh = [entry for entry in entries if entry.id not in self._source.held[entry.lane]]
+        log.info("queue %s: adopted %d deliveries after an error", self._source.queue, len(fresh))
+        self._intake.take_in(self._source, fresh, now_ms)
+
+    async def stop(self) -> None:
+        """Let the fetch under way come back, at once where the server can be told to."""
+        self._stopping = True
+        if self._client is not None:
+            try:
+                caller = self._partition.caller
+                await caller.server.link(self._source.keys.tag).call("CLIENT", "UNBLOCK", self._client[1])
+            except BrokerError:
+                self._link.drop("stopped")

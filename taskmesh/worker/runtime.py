@@ -1,0 +1,346 @@
+"""A worker: starts, serves, drains, stops.
+
+The order of a stop: fetching ends; what has not started is handed back; handlers finish, or are cancelled and
+handed back; everything is settled; the worker leaves its queues; last of all the heartbeat ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from taskmesh import codec
+from taskmesh.broker import blobs
+from taskmesh.broker.scripts import FETCH, SETTLE
+from taskmesh.broker.streams import Partition
+from taskmesh.errors import BrokerError, DecodeError
+from taskmesh.events import Event, Fetched, Observers, Settled, WorkerLost
+from taskmesh.messages import Entry, Message, Status
+from taskmesh.settings import MeshSettings, WorkerSettings
+from taskmesh.tasks import Middleware, Registry
+from taskmesh.worker import drive, endings, execute, middleware
+from taskmesh.worker.deliveries import Delivery, Source
+from taskmesh.worker.endings import Endings
+from taskmesh.worker.execute import Executor
+from taskmesh.worker.fetch import Fetcher
+from taskmesh.worker.heartbeat import Heartbeat
+from taskmesh.worker.pace import Pace
+from taskmesh.worker.settle import Settler
+from taskmesh.worker.upkeep import Upkeep
+
+log = logging.getLogger("taskmesh.worker")
+TICK = 0.1
+_ENGINE_FILES = (drive.__file__, execute.__file__, middleware.__file__, endings.__file__)
+
+
+def new_worker_name() -> bytes:
+    """An incarnation's name; never used again."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}".encode()
+
+
+class Worker:
+    """Serves partitions with the tasks of a registry. ``start`` it, and ``stop`` it.
+
+    Attributes:
+        worker: the name of this incarnation.
+    """
+
+    def __init__(
+        self,
+        partitions: Sequence[Partition],
+        registry: Registry,
+        mesh_settings: MeshSettings,
+        settings: WorkerSettings,
+        observers: Observers,
+        middlewares: Sequence[Middleware] = (),
+    ) -> None:
+        self.worker = new_worker_name()
+        self._registry = registry
+        self._mesh_settings = mesh_settings
+        self._settings = settings
+        self._observers = observers
+        self._sources = [Source(partition) for partition in partitions]
+        self._endings = Endings(mesh_settings, _ENGINE_FILES)
+        self._executor = Executor(
+            settings, self._endings, list(middlewares), lambda: self.worker.decode(), self._room_changed
+        )
+        self._pace = Pace(settings.fetch_ahead, settings.max_fetch)
+        self._settlers: dict[Source, Settler] = {}
+        self._fetchers: dict[Source, Fetcher] = {}
+        self._upkeeps: dict[Source, Upkeep] = {}
+        self._fetching: list[asyncio.Task[None]] = []
+        self._loops: list[asyncio.Task[None]] = []
+        self._downloads: set[asyncio.Task[None]] = set()
+        self._rejoining: dict[Source, asyncio.Task[None]] = {}
+        self._room = asyncio.Event()
+        self._order = 0
+        self._progress = time.monotonic()
+        self._heartbeat: Heartbeat | None = None
+        self._stopping = False
+
+    # life
+
+    async def start(self) -> None:
+        """Enter the queues and begin to serve them.
+
+        Raises:
+            BrokerError: the server cannot be reached or refuses.
+        """
+        observer = _PaceKeeper(self._pace)
+        self._observers.add(observer)
+        for source in self._sources:
+            await self._join(source)
+            await source.partition.caller.load(source.keys.tag, [FETCH, SETTLE])
+            self._settlers[source] = Settler(source, self.worker, self._observers)
+            self._endings.serve(source, self._settlers[source])
+            self._fetchers[source] = Fetcher(source, self)
+            self._upkeeps[source] = Upkeep(source, self, self._mesh_settings.liveness_ttl, self._observers)
+        loop = asyncio.get_running_loop()
+        self._heartbeat = Heartbeat(
+            self._sources,
+            self._mesh_settings.liveness_ttl,
+            lambda: self.worker,
+            lambda source: loop.call_soon_threadsafe(self._struck_off, source),
+            self._overrun,
+            self._settings.loop_grace,
+        )
+        self._heartbeat.start()
+        for source in self._sources:
+            upkeep = self._upkeeps[source]
+            self._fetching.append(asyncio.create_task(self._fetchers[source].run(), name="taskmesh fetch"))
+            self._loops += [
+                asyncio.create_task(upkeep.watch(), name="taskmesh watch"),
+                asyncio.create_task(upkeep.promote(), name="taskmesh promote"),
+                asyncio.create_task(upkeep.listen(), name="taskmesh listen"),
+            ]
+        self._loops.append(asyncio.create_task(self._tick(), name="taskmesh tick"))
+        log.info("worker %s serves %s", self.worker.decode(), ", ".join(s.queue for s in self._sources))
+
+    async def stop(self, timeout: float | None = None) -> None:
+        """Drain and leave: what runs may finish within ``timeout`` seconds, the rest is handed back, uncounted."""
+        if self._stopping:
+            return
+        self._stopping = True
+        give_up_after = self._settings.drain_timeout if timeout is None else timeout
+        self._room.set()
+        for fetcher in self._fetchers.values():
+            await fetcher.stop()
+        if self._fetching:
+            await asyncio.wait(self._fetching, timeout=5.0)
+        await self._hand_back(self._executor.take_waiting())
+        unfinished = await self._executor.drain(give_up_after)
+        try:
+            async with asyncio.timeout(max(2.0, give_up_after)):
+                await self._endings.drained()
+        except TimeoutError:
+            log.error("the server is away: outcomes that it has not heard of are left to the next worker")
+        held = [d for d in unfinished if d.entry in d.source.held[d.lane]]
+        await self._hand_back(held)
+        for task in [*self._loops, *self._fetching, *self._downloads, *self._rejoining.values()]:
+            task.cancel()
+        await asyncio.gather(*self._loops, *self._fetching, return_exceptions=True)
+        for source in self._sources:
+            try:
+                await source.partition.leave(self.worker)
+            except BrokerError as error:
+                log.warning("queue %s: leaving: %s", source.queue, error)
+        if self._heartbeat is not None:
+            await asyncio.to_thread(self._heartbeat.stop)
+        log.info("worker %s has stopped", self.worker.decode())
+
+    async def __aenter__(self) -> Worker:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    # what the fetchers and the upkeep ask and bring
+
+    def room(self) -> int:
+        """Deliveries that are welcome now."""
+        if self._stopping:
+            return 0
+        return self._executor.free + self._pace.ahead
+
+    async def wait_for_room(self) -> None:
+        self._room.clear()
+        if self.room() < 1 and not self._stopping:
+            await self._room.wait()
+
+    def _room_changed(self) -> None:
+        self._room.set()
+
+    def take_in(self, source: Source, entries: Sequence[Entry], now_ms: int) -> None:
+        """Look at deliveries and queue them; what cannot run is ended here."""
+        now = time.monotonic()
+        get_task = self._registry.get
+        accept = self._executor.accept
+        order = self._order
+        for entry in entries:
+            order += 1
+            held = source.held[entry.lane]
+            held[entry.id] = None
+            data = entry.message
+            try:
+                message = codec.decode_message(data or b"")
+            except DecodeError as error:
+                self._endings.refused(source, entry, order, str(error))
+                continue
+            task = get_task(message.task)
+            if task is None:
+                self._endings.unknown(source, entry, order, message)
+                continue
+            delivery = Delivery(source, entry.lane, entry.id, message, task, entry.deliveries, order, now)
+            held[entry.id] = delivery
+            if source.cancelled and message.id in source.cancelled:
+                source.cancelled.discard(message.id)
+                self._endings.dropped(delivery, Status.CANCELLED)
+            elif message.expires_at_ms and message.expires_at_ms <= now_ms:
+                self._endings.dropped(delivery, Status.EXPIRED)
+            elif entry.deliveries > task.options.max_deliveries:
+                self._endings.died(delivery)
+            elif message.blob_chunks:
+                self._download(delivery)
+            else:
+                accept(delivery)
+        self._order = order
+        self._observers.emit(Fetched(source.queue, len(entries)))
+        self._executor.dispatch()
+
+    def control(self, source: Source, entries: Sequence[tuple[bytes, list[bytes]]]) -> None:
+        """What others said on the control stream."""
+        for entry_id, (kind, value) in entries:
+            if _later(entry_id, source.last_control):
+                source.last_control = entry_id
+            if kind == b"cancel":
+                message_id = value.decode()
+                held = list(source.find(message_id))
+                for delivery in held:
+                    self._executor.cancel(delivery)
+                if not held:
+                    source.cancelled.add(message_id)
+            elif kind == b"due":
+                self._upkeeps[source].poke_promoter()
+            elif kind == b"returned":
+                self._upkeeps[source].poke_observer()
+
+    async def rejoin(self, source: Source) -> None:
+        """The stream or the lease is gone: enter the queue again."""
+        await self._join(source)
+
+    async def _join(self, source: Source) -> None:
+        joined = await source.partition.join(self.worker, [task.name for task in self._registry])
+        source.last_control = joined.last_control
+        source.cancelled |= joined.cancelled
+        if joined.released:
+            log.info("queue %s: released %d parked messages", source.queue, joined.released)
+
+    # payloads beside the message
+
+    def _download(self, delivery: Delivery) -> None:
+        download = asyncio.create_task(self._fill_in(delivery), name="taskmesh download")
+        self._downloads.add(download)
+        download.add_done_callback(self._downloads.discard)
+
+    async def _fill_in(self, delivery: Delivery) -> None:
+        message = delivery.message
+        while True:
+            try:
+                data = await blobs.download(delivery.source.partition, message.id, "args", message.blob_chunks)
+                args, kwargs = codec.unpack_value(data)
+                break
+            except DecodeError as error:
+                self._endings.failed(delivery, error, 0.0, final=True)
+                return
+            except BrokerError as error:
+                log.debug("the arguments of %s wait: %s", message.id, error)
+                await asyncio.sleep(0.1)
+        delivery.message = msgspec.structs.replace(message, args=tuple(args), kwargs=kwargs)
+        self._executor.accept(delivery)
+        self._executor.dispatch()
+
+    # giving back
+
+    async def _hand_back(self, deliveries: Sequence[Delivery]) -> None:
+        for source in self._sources:
+            entries = [(d.lane, d.entry) for d in deliveries if d.source is source]
+            if not entries:
+                continue
+            try:
+                for first in range(0, len(entries), 500):
+                    await source.partition.hand_back(self.worker, entries[first : first + 500])
+            except BrokerError as error:
+                log.warning("queue %s: handing back: %s", source.queue, error)
+            for lane, entry in entries:
+                source.held[lane].pop(entry, None)
+
+    async def _tick(self) -> None:
+        while True:
+            self._progress = time.monotonic()
+            waited = self._executor.oldest_wait(self._progress)
+            if waited > self._settings.hand_back_after and self._executor.active >= self._settings.concurrency:
+                waiting = self._executor.take_waiting()
+                log.info("all slots are taken: %d deliveries go back to the others", len(waiting))
+                await self._hand_back(waiting)
+            await asyncio.sleep(TICK)
+
+    # liveness
+
+    def _overrun(self) -> float:
+        """Seconds by which the event loop overruns the running handler's timeout; 0 without one. Any thread."""
+        current = self._executor.current
+        if current is None:
+            return 0.0
+        started, timeout = current
+        blocked = time.monotonic() - max(started, self._progress)
+        return max(0.0, blocked - timeout)
+
+    def _struck_off(self, source: Source) -> None:
+        """Stopped for longer than the TTL: others have the work now. Take a new name and go on."""
+        if self._stopping or source in self._rejoining:
+            return
+        old, self.worker = self.worker, new_worker_name()
+        log.warning("worker %s was struck off; it goes on as %s", old.decode(), self.worker.decode())
+        self._observers.emit(WorkerLost(old.decode()))
+        self._executor.take_waiting()
+        for each in self._sources:
+            for lane in each.held:
+                lane.clear()
+            self._settlers[each].worker = self.worker
+            task = asyncio.create_task(self._enter_again(each), name="taskmesh rejoin")
+            self._rejoining[each] = task
+
+    async def _enter_again(self, source: Source) -> None:
+        try:
+            await self._join(source)
+        except BrokerError as error:
+            log.warning("queue %s: entering again: %s", source.queue, error)
+        finally:
+            self._rejoining.pop(source, None)
+
+
+class _PaceKeeper:
+    """Feeds the pace from the settled events."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, Settled):
+            self._pace.ended(len(event.endings), time.monotonic())
+
+
+def _later(a: bytes, b: bytes) -> bool:
+    def key(entry_id: bytes) -> tuple[int, int]:
+        ms, _, sequence = entry_id.partition(b"-")
+        return int(ms), int(sequence)
+
+    return key(a) > key(b)

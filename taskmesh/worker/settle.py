@@ -1,0 +1,140 @@
+"""Endings of many tasks, merged into few calls.
+
+While calls for a partition are under way, endings gather for the next round. A round is up to 16 calls of up to
+128 endings, each with a slot and a number of its own, so that after a lost reply every call may be sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from operator import attrgetter
+
+from taskmesh.broker.caller import pause_before
+from taskmesh.broker.link import Moved, NoGroup
+from taskmesh.broker.scripts import SETTLE
+from taskmesh.broker.streams import MAX_SETTLE, Settlement
+from taskmesh.errors import BrokerError, BrokerUnavailable
+from taskmesh.events import Ending, Observers, Settled
+from taskmesh.messages import Priority
+from taskmesh.worker.deliveries import Source
+
+log = logging.getLogger("taskmesh.worker")
+SLOTS = 16
+_by_order = attrgetter("order")
+
+
+class _Call:
+    """One settle call of a round."""
+
+    __slots__ = ("batch", "command", "lane")
+
+    def __init__(self, lane: Priority, batch: list[Settlement], command: tuple[bytes | str | int | float, ...]) -> None:
+        self.lane = lane
+        self.batch = batch
+        self.command = command
+
+
+class Settler:
+    """Settles for one partition. ``add`` never waits; ``drained`` waits for the server's word on all of it."""
+
+    def __init__(self, source: Source, worker: bytes, observers: Observers) -> None:
+        self.worker = worker
+        self._source = source
+        self._observers = observers
+        self._gathered: tuple[list[Settlement], ...] = tuple([] for _ in Priority)
+        self._endings: list[Ending] = []
+        self._number = 0
+        self._flushing: asyncio.Task[None] | None = None
+        self.settled = 0
+
+    def add(self, lane: Priority, settlement: Settlement, ending: Ending) -> None:
+        """End a delivery, soon."""
+        self._gathered[lane].append(settlement)
+        self._endings.append(ending)
+        if self._flushing is None:
+            self._flushing = asyncio.get_running_loop().create_task(self._flush(), name="taskmesh settle")
+
+    async def drained(self) -> None:
+        """Return when everything added so far is settled."""
+        while self._flushing is not None:
+            await asyncio.wait([self._flushing])
+
+    async def _flush(self) -> None:
+        try:
+            while any(self._gathered):
+                calls = self._next_round()
+                endings, self._endings = self._endings, []
+                started = asyncio.get_running_loop().time()
+                dropped = await self._send(calls)
+                for call in calls:
+                    held = self._source.held[call.lane]
+                    for settlement in call.batch:
+                        held.pop(settlement.entry, None)
+                self.settled += len(endings)
+                seconds = asyncio.get_running_loop().time() - started
+                self._observers.emit(Settled(self._source.queue, endings, dropped, seconds))
+        finally:
+            self._flushing = None
+
+    def _next_round(self) -> list[_Call]:
+        calls: list[_Call] = []
+        for lane, gathered in zip(Priority, self._gathered, strict=True):
+            if not gathered:
+                continue
+            room = (SLOTS - len(calls)) * MAX_SETTLE
+            taken = gathered[:room]
+            del gathered[:room]
+            taken.sort(key=_by_order)
+            for first in range(0, len(taken), MAX_SETTLE):
+                batch = taken[first : first + MAX_SETTLE]
+                self._number += 1
+                command = self._source.partition.settle_command(
+                    lane, self.worker, self._number, len(calls), batch
+                )
+                calls.append(_Call(lane, batch, command))
+        return calls
+
+    async def _send(self, calls: list[_Call]) -> int:
+        """Send a round until the server has answered each call; returns how many outcomes had lost their claim."""
+        caller = self._source.partition.caller
+        tag = self._source.keys.tag
+        left = calls
+        dropped = 0
+        attempt = 0
+        while True:
+            link = caller.server.link(tag)
+            try:
+                replies = await link.call_many([call.command for call in left])
+            except BrokerError as error:
+                replies = [error] * len(left)
+            again: list[_Call] = []
+            trouble: BrokerError | None = None
+            for call, reply in zip(left, replies, strict=True):
+                if isinstance(reply, NoGroup):
+                    log.warning("queue %s: its stream is gone; %d outcomes dropped", self._source.queue, len(call.batch))
+                elif isinstance(reply, BrokerError):
+                    again.append(call)
+                    trouble = reply
+                elif reply and reply != [-1]:
+                    dropped += len(reply)
+            if not again:
+                return dropped
+            left = again
+            await self._recover(trouble, attempt)
+            attempt += 1
+
+    async def _recover(self, trouble: BrokerError | None, attempt: int) -> None:
+        caller = self._source.partition.caller
+        if isinstance(trouble, Moved):
+            caller.server.link(self._source.keys.tag).drop("moved")
+        try:
+            await caller.server.refresh()
+            await caller.load(self._source.keys.tag, [SETTLE])
+        except BrokerError as error:
+            trouble = error
+        if attempt == 0 and not isinstance(trouble, BrokerUnavailable):
+            return
+        if attempt == 3:
+            log.warning("settling on queue %s waits for the server: %s", self._source.queue, trouble)
+        await asyncio.sleep(pause_before(attempt))

@@ -1,0 +1,129 @@
+"""What every worker does for its partition beside its own work: watch the others, promote what is due, listen."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from taskmesh.broker.caller import pause_before
+from taskmesh.broker.liveness import Witness, look
+from taskmesh.errors import BrokerError
+from taskmesh.events import Claimed, Observers
+from taskmesh.messages import Entry
+from taskmesh.worker.deliveries import Source
+
+log = logging.getLogger("taskmesh.worker")
+MAX_CLAIM = 500
+MAX_PROMOTE = 500
+LONGEST_NAP = 1.0
+LISTEN_MS = 5000
+
+
+class Host(Protocol):
+    """The worker, as its upkeep sees it."""
+
+    worker: bytes
+
+    def room(self) -> int: ...
+
+    def take_in(self, source: Source, entries: Sequence[Entry], now_ms: int) -> None: ...
+
+    def control(self, source: Source, entries: Sequence[tuple[bytes, list[bytes]]]) -> None: ...
+
+
+class Upkeep:
+    """The loops of one partition; ``poke_observer`` and ``poke_promoter`` make them look now."""
+
+    def __init__(self, source: Source, host: Host, ttl: float, observers: Observers) -> None:
+        self._source = source
+        self._host = host
+        self._observers = observers
+        self._interval = min(0.2, ttl / 10)
+        self._witness = Witness(ttl)
+        self._look_now = asyncio.Event()
+        self._promote_now = asyncio.Event()
+
+    def poke_observer(self) -> None:
+        self._look_now.set()
+
+    def poke_promoter(self) -> None:
+        self._promote_now.set()
+
+    async def watch(self) -> None:
+        """Look for dead workers and take their entries over, as far as there is room."""
+        while True:
+            await _nap(self._look_now, self._interval * random.uniform(0.8, 1.0))
+            try:
+                await self._look()
+            except BrokerError as error:
+                log.debug("queue %s: looking for dead workers: %s", self._source.queue, error)
+                await asyncio.sleep(pause_before(3))
+
+    async def _look(self) -> None:
+        source, partition = self._source, self._source.partition
+        now = time.monotonic()
+        rows, generation = await look(partition)
+        for worker, last_seen in self._witness.observe(rows, now, generation):
+            room = min(self._host.room(), MAX_CLAIM)
+            if room < 1 or worker == self._host.worker:
+                continue
+            entries = await partition.claim(worker, last_seen, self._host.worker, room)
+            if not entries:
+                continue
+            seconds, micros = await partition.caller.command(source.keys.tag, "TIME")
+            now_ms = int(seconds) * 1000 + int(micros) // 1000 + partition.caller.clock.offset_ms
+            name = worker.decode()
+            log.info("queue %s: took %d deliveries over from %s", source.queue, len(entries), name)
+            self._observers.emit(Claimed(source.queue, name, len(entries)))
+            self._host.take_in(source, entries, now_ms)
+            if len(entries) == room:
+                self._look_now.set()
+
+    async def promote(self) -> None:
+        """Move delayed messages to their streams when they are due."""
+        while True:
+            try:
+                moved, next_due = await self._source.partition.promote(MAX_PROMOTE)
+            except BrokerError as error:
+                log.debug("queue %s: promoting: %s", self._source.queue, error)
+                await asyncio.sleep(pause_before(3))
+                continue
+            if moved < MAX_PROMOTE:
+                nap = LONGEST_NAP if next_due is None else min(LONGEST_NAP, next_due + 0.001)
+                await _nap(self._promote_now, nap)
+
+    async def listen(self) -> None:
+        """Follow the control stream while nothing is fetched."""
+        source = self._source
+        link = source.partition.caller.server.dedicated(source.keys.tag)
+        try:
+            while True:
+                try:
+                    reply = (
+                        await link.call_many(
+                            [("XREAD", "BLOCK", LISTEN_MS, "STREAMS", source.keys.control, source.last_control)],
+                            timeout=LISTEN_MS / 1000 + 5.0,
+                        )
+                    )[0]
+                except BrokerError as error:
+                    reply = error
+                if isinstance(reply, BrokerError):
+                    link.drop("lost")
+                    await asyncio.sleep(pause_before(4))
+                elif reply:
+                    self._host.control(source, reply[0][1])
+        finally:
+            await link.close()
+
+
+async def _nap(event: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass
+    event.clear()
