@@ -127,7 +127,7 @@ def unpack_value(data: bytes) -> Any:
     except DecodeError:
         raise
     except Exception as error:
-        raise DecodeError(f"not a value: {error or type(error).__name__}") from error
+        raise DecodeError(f"not a value: {str(error) or type(error).__name__}") from error
 
 
 def encode_call(
@@ -171,7 +171,9 @@ def decode_message(data: bytes) -> Message:
     lane = _LANES.get(data[:2])
     if lane is None or len(data) < HEAD_BYTES:
         if data[:1] != _VERSION_BYTE:
-            raise DecodeError(f"wire version {data[0] if data else 'missing'}; this side reads {WIRE_VERSION}")
+            raise DecodeError(
+                f"wire version {data[0] if data else 'missing'}; this side reads {WIRE_VERSION}"
+            )
         raise DecodeError("the head of the message is damaged")
     body = unpack_value(data[HEAD_BYTES:])
     if type(body) is not list or len(body) < 2 or type(body[0]) is not str or type(body[1]) is not list:
@@ -186,7 +188,9 @@ def decode_message(data: bytes) -> Message:
     if type(kwargs) is not dict or type(extras) is not dict:
         raise DecodeError("the body of the message is damaged")
     known = {name: extras[name] for name in _EXTRAS if name in extras}
-    if not all(type(value) is int for value in known.values()) or not all(type(name) is str for name in kwargs):
+    if not all(type(value) is int for value in known.values()) or not all(
+        type(name) is str for name in kwargs
+    ):
         raise DecodeError("the body of the message has members of the wrong type")
     return Message(message_id, body[0], tuple(body[1]), kwargs, lane, **known)
 
@@ -247,10 +251,10 @@ def decode_outcome(data: bytes, body: bytes | None = None) -> Outcome:
 
 
 def _register_everyday_types() -> None:
-    def text(
-        code: int, cls: type, encode: Callable[[Any], str], decode: Callable[[str], Any]
-    ) -> None:
-        register(WireType(code, cls, lambda value: encode(value).encode(), lambda data: decode(data.decode())))
+    def text(code: int, cls: type, encode: Callable[[Any], str], decode: Callable[[str], Any]) -> None:
+        register(
+            WireType(code, cls, lambda value: encode(value).encode(), lambda data: decode(data.decode()))
+        )
 
     text(1, datetime.datetime, lambda v: v.isoformat(), datetime.datetime.fromisoformat)
     text(2, datetime.date, lambda v: v.isoformat(), datetime.date.fromisoformat)
@@ -266,11 +270,7 @@ def _register_everyday_types() -> None:
     )
     register(WireType(5, uuid.UUID, lambda v: v.bytes, lambda data: uuid.UUID(bytes=data)))
     register(WireType(7, set, lambda v: pack_value(list(v)), lambda d: set(unpack_value(d))))
-    register(
-        WireType(
-            8, frozenset, lambda v: pack_value(list(v)), lambda d: frozenset(unpack_value(d))
-        )
-    )
+    register(WireType(8, frozenset, lambda v: pack_value(list(v)), lambda d: frozenset(unpack_value(d))))
     register(
         WireType(
             9,

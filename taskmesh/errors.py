@@ -1,28 +1,28 @@
 """Every error that taskmesh raises.
 
-    TaskmeshError
-    ├── ConfigurationError          a setting, URL, queue or task definition that cannot work
-    ├── BrokerError                 the server, or the way to it
-    │   ├── BrokerUnavailable       no server answers there; what was in flight may or may not have been accepted
-    │   ├── BrokerRefused           the server answers and says no (password, ACL, a command it lacks)
-    │   ├── ServerTooOld            the server lacks what taskmesh needs (Redis 7.0, Valkey 8)
-    │   ├── BrokerFull              the server is at its memory limit; nothing was accepted
-    │   └── EmbeddedServerError     the local server could not be found or started
-    ├── SubmitError                 nothing was submitted
-    │   ├── UnknownTask             no task of that name in this Mesh
-    │   ├── InvalidArguments        the arguments do not fit the handler's signature
-    │   ├── PayloadTooLarge         over the size limit
-    │   └── QueueFull               a bounded queue has no room
-    ├── DecodeError                 bytes that are not a message of a version known here
-    ├── ResultError                 there is no value to return
-    │   ├── TaskFailed              the handler raised; carries type, message and remote traceback
-    │   ├── TaskCancelled           it was cancelled through its handle
-    │   ├── TaskExpired             it was not started before its expiry
-    │   ├── ResultTimeout           no outcome yet; also a TimeoutError
-    │   └── ResultUnavailable       results are off for this task, or the record's time to live has passed
-    ├── LeadershipLost              another master holds the lease; this one's writes are refused
-    ├── CheckpointError             a version that is missing, incomplete or corrupt
-    └── TrainingError               a run that cannot go on, with the reason
+TaskmeshError
+├── ConfigurationError          a setting, URL, queue or task definition that cannot work
+├── BrokerError                 the server, or the way to it
+│   ├── BrokerUnavailable       no server answers there; what was in flight may or may not have been accepted
+│   ├── BrokerRefused           the server answers and says no (password, ACL, a command it lacks)
+│   ├── ServerTooOld            the server lacks what taskmesh needs (Redis 7.0, Valkey 8)
+│   ├── BrokerFull              the server is at its memory limit; nothing was accepted
+│   └── EmbeddedServerError     the local server could not be found or started
+├── SubmitError                 nothing was submitted
+│   ├── UnknownTask             no task of that name in this Mesh
+│   ├── InvalidArguments        the arguments do not fit the handler's signature
+│   ├── PayloadTooLarge         over the size limit
+│   └── QueueFull               a bounded queue has no room
+├── DecodeError                 bytes that are not a message of a version known here
+├── ResultError                 there is no value to return
+│   ├── TaskFailed              the handler raised; carries type, message and remote traceback
+│   ├── TaskCancelled           it was cancelled through its handle
+│   ├── TaskExpired             it was not started before its expiry
+│   ├── ResultTimeout           no outcome yet; also a TimeoutError
+│   └── ResultUnavailable       results are off for this task, or the record's time to live has passed
+├── LeadershipLost              another master holds the lease; this one's writes are refused
+├── CheckpointError             a version that is missing, incomplete or corrupt
+└── TrainingError               a run that cannot go on, with the reason
 """
 
 from __future__ import annotations

@@ -82,7 +82,19 @@ class PartitionKeys:
 class RunKeys:
     """The keys of one training run."""
 
-    __slots__ = ("_mesh", "_run", "current", "history", "lease", "ledger", "prefix", "run", "status", "tag", "token")
+    __slots__ = (
+        "_mesh",
+        "_run",
+        "current",
+        "history",
+        "lease",
+        "ledger",
+        "prefix",
+        "run",
+        "status",
+        "tag",
+        "token",
+    )
 
     def __init__(self, mesh: str, run: str) -> None:
         self._mesh = mesh
@@ -102,7 +114,9 @@ class RunKeys:
 
     def chunk(self, version: int, token: int, index: int) -> bytes:
         """A piece of a version's state, spread over 16 tags; the fencing token keeps two masters' pieces apart."""
-        return f"taskmesh:{{{self._mesh}:run:{self._run}:{index % 16}}}:chunk:{version}:{token}:{index}".encode()
+        return (
+            f"taskmesh:{{{self._mesh}:run:{self._run}:{index % 16}}}:chunk:{version}:{token}:{index}".encode()
+        )
 
     def gradient(self, version: int, shard: int, attempt: str, index: int) -> bytes:
         """A piece of a shard's gradient; ``attempt`` is the id of the task that computed it."""

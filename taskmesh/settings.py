@@ -107,7 +107,7 @@ def _seconds(name: str, default: float) -> float:
 
 
 def from_environment() -> MeshSettings:
-    """Read ``TASKMESH_URL``, ``TASKMESH_BULK_URL``, ``TASKMESH_DATA``, ``TASKMESH_LIVENESS_TTL``, ``TASKMESH_RESULT_TTL``.
+    """The settings that ``TASKMESH_URL``, ``_BULK_URL``, ``_DATA``, ``_LIVENESS_TTL`` and ``_RESULT_TTL`` give.
 
     Raises:
         ConfigurationError: a value cannot be read.

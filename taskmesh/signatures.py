@@ -59,7 +59,12 @@ class Signature:
     """
 
     def __init__(
-        self, function: Callable[..., Any], name: str, context_type: type, local_names: Mapping[str, Any], batch: bool
+        self,
+        function: Callable[..., Any],
+        name: str,
+        context_type: type,
+        local_names: Mapping[str, Any],
+        batch: bool,
     ) -> None:
         hints = resolve_hints(function, local_names)
         self._task = name
@@ -76,16 +81,18 @@ class Signature:
             self.returns = self._member(self.returns)
         self._signature = inspect.Signature(parameters)
         self._types = {parameter.name: parameter.annotation for parameter in parameters}
-        positional = [
-            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._is_plain = len(positional) == len(parameters)
         required = sum(p.default is p.empty for p in positional)
         # By count of positional arguments: the tuple type that they convert to in one go.
-        self._tuples = {
-            count: tuple[tuple(p.annotation for p in positional[:count])] if count else tuple[()]  # type: ignore[misc]
-            for count in range(required, len(positional) + 1)
-        } if self._is_plain else {}
+        self._tuples = (
+            {
+                count: tuple[tuple(p.annotation for p in positional[:count])] if count else tuple[()]  # type: ignore[misc]
+                for count in range(required, len(positional) + 1)
+            }
+            if self._is_plain
+            else {}
+        )
 
     def _item_of(self, parameters: list[inspect.Parameter]) -> inspect.Parameter:
         if len(parameters) != 1:
@@ -108,7 +115,9 @@ class Signature:
         """
         self.convert(args, kwargs)
 
-    def convert(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def convert(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments as the handler's annotations want them.
 
         Raises:
@@ -133,9 +142,9 @@ class Signature:
         wanted = self._types[name]
         kind = self._signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            wanted = tuple[wanted, ...]
+            wanted = tuple[wanted, ...]  # type: ignore[valid-type]
         elif kind is inspect.Parameter.VAR_KEYWORD:
-            wanted = dict[str, wanted]
+            wanted = dict[str, wanted]  # type: ignore[valid-type]
         try:
             return convert(value, wanted)
         except (ValueError, TypeError) as error:

@@ -38,7 +38,9 @@ class Retry:
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.delay < 0 or self.factor < 1 or not 0 <= self.jitter <= 1:
-            raise ConfigurationError(f"{self}: attempts from 1, delay from 0, factor from 1, jitter from 0 to 1")
+            raise ConfigurationError(
+                f"{self}: attempts from 1, delay from 0, factor from 1, jitter from 0 to 1"
+            )
 
     def pause_after(self, attempt: int, draw: float) -> float:
         """Seconds to wait after the given try has failed; ``draw`` is uniform in [0, 1)."""
@@ -163,7 +165,9 @@ class TaskDefinition:
             getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
         )
         if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-            raise ConfigurationError(f"task {name!r}: a handler returns its result; generators are not supported")
+            raise ConfigurationError(
+                f"task {name!r}: a handler returns its result; generators are not supported"
+            )
         self.signature = Signature(function, name, Context, local_names, options.batch is not None)
         self.raises = {_type_name(kind): kind for kind in options.raises}
 
@@ -191,7 +195,9 @@ class Registry:
         """
         taken = self._tasks.get(definition.name)
         if taken is not None:
-            raise ConfigurationError(f"two tasks are named {definition.name!r}: give one of them a name of its own")
+            raise ConfigurationError(
+                f"two tasks are named {definition.name!r}: give one of them a name of its own"
+            )
         self._tasks[definition.name] = definition
 
     def __getitem__(self, name: str) -> TaskDefinition:

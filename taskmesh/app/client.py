@@ -144,7 +144,9 @@ class Client:
         self._time_offset_ms = at - time.monotonic() * 1000
 
 
-async def _connect_embedded(folder: Path, shares: list[EmbeddedServer], name: str, *, persist: bool) -> Server:
+async def _connect_embedded(
+    folder: Path, shares: list[EmbeddedServer], name: str, *, persist: bool
+) -> Server:
     share = await asyncio.to_thread(EmbeddedServer.acquire, folder, persist=persist, name=name)
     shares.append(share)
     server = await Server.connect(share.url)

@@ -40,7 +40,9 @@ T = TypeVar("T")
 class _Decorator:
     """What ``@mesh.task(...)`` returns: it registers the handler that it is applied to."""
 
-    def __init__(self, mesh: Mesh, name: str | None, options: TaskOptions, local_names: Mapping[str, Any]) -> None:
+    def __init__(
+        self, mesh: Mesh, name: str | None, options: TaskOptions, local_names: Mapping[str, Any]
+    ) -> None:
         self._mesh = mesh
         self._name = name
         self._options = options
@@ -65,7 +67,9 @@ class _BatchDecorator:
         self._decorator = decorator
 
     @overload
-    def __call__(self, function: Callable[[list[T]], Awaitable[Sequence[R | Exception]]], /) -> Task[[T], R]: ...
+    def __call__(
+        self, function: Callable[[list[T]], Awaitable[Sequence[R | Exception]]], /
+    ) -> Task[[T], R]: ...
     @overload
     def __call__(self, function: Callable[[list[T]], Sequence[R | Exception]], /) -> Task[[T], R]: ...
     def __call__(self, function: Callable[..., Any], /) -> Task[Any, Any]:
@@ -119,7 +123,9 @@ class Mesh:
 
     async def __aenter__(self) -> Mesh:
         if self._client is None:
-            self._client = await Client.connect(self.name, self.settings, self.queues, self.clock, self.observers)
+            self._client = await Client.connect(
+                self.name, self.settings, self.queues, self.clock, self.observers
+            )
         self._entered += 1
         return self
 
@@ -179,7 +185,7 @@ class Mesh:
         raises: tuple[type[Exception], ...] = (),
         max_deliveries: int = MAX_DELIVERIES,
     ) -> _Decorator: ...
-    def task(self, function: Callable[..., Any] | None = None, /, *, name: str | None = None, **options: Any) -> Any:
+    def task(self, *function: Callable[..., Any], **options: Any) -> Any:
         """Register a handler: ``@mesh.task`` or ``@mesh.task(queue="mail", retry=Retry(attempts=5))``.
 
         The options are those of ``TaskOptions``. The task's name is the function's own unless given; a first
@@ -191,8 +197,9 @@ class Mesh:
             ConfigurationError: the name is taken, or an option cannot work.
         """
         local_names = sys._getframe(1).f_locals
-        if function is not None:
-            return self.add_task(function, name, TaskOptions(), local_names)
+        name = options.pop("name", None)
+        if function:
+            return self.add_task(function[0], name, TaskOptions(), local_names)
         decorator = _Decorator(self, name, TaskOptions(**options), local_names)
         return _BatchDecorator(decorator) if options.get("batch") is not None else decorator
 
@@ -204,8 +211,8 @@ class Mesh:
         local_names: Mapping[str, Any] | None = None,
     ) -> Task[Any, Any]:
         """Register a handler without the decorator."""
-        name = name or getattr(function, "__name__", "")
-        definition = TaskDefinition(name, function, options or TaskOptions(), dict(local_names or {}))
+        named = name or str(getattr(function, "__name__", ""))
+        definition = TaskDefinition(named, function, options or TaskOptions(), dict(local_names or {}))
         self.registry.add(definition)
         return Task(definition, self)
 

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import datetime
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, Unpack, TypedDict
+from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypedDict, TypeVar, Unpack
 
 from taskmesh.app.client import Client
 from taskmesh.broker import blobs
@@ -51,7 +51,9 @@ class Task(Generic[P, R]):
     ``await task(...)`` runs the handler right here; ``await task.submit(...)`` sends it to a worker.
     """
 
-    def __init__(self, definition: TaskDefinition, connection: Connection, options: TaskOptions | None = None) -> None:
+    def __init__(
+        self, definition: TaskDefinition, connection: Connection, options: TaskOptions | None = None
+    ) -> None:
         self.definition = definition
         self._connection = connection
         self._options = options or definition.options
@@ -110,7 +112,9 @@ class Task(Generic[P, R]):
     async def submit_at(self, when: datetime.datetime, /, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
         """The same, to be started at a time of day (with its time zone), by Redis's clock."""
         if when.tzinfo is None:
-            raise InvalidArguments(f"{when} has no time zone: write datetime(..., tzinfo=...) or .astimezone()")
+            raise InvalidArguments(
+                f"{when} has no time zone: write datetime(..., tzinfo=...) or .astimezone()"
+            )
         return await self._submit(args, kwargs, str(int(when.timestamp() * 1000)))
 
     async def _submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], due: str | None) -> Handle[R]:

@@ -24,7 +24,7 @@ MINIMUM_VALKEY = (8, 0)
 Address = tuple[str, int]
 
 # The redis package's blocking counterparts, for the heartbeat's thread.
-_BLOCKING: dict[type, type[blocking.AbstractConnection]] = {
+_BLOCKING: dict[type, Callable[..., blocking.AbstractConnection]] = {
     nonblocking.Connection: blocking.Connection,
     nonblocking.SSLConnection: blocking.SSLConnection,
     nonblocking.UnixDomainSocketConnection: blocking.UnixDomainSocketConnection,

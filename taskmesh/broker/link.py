@@ -18,6 +18,7 @@ from redis.asyncio.connection import AbstractConnection
 from taskmesh.errors import BrokerError, BrokerFull, BrokerRefused, BrokerUnavailable
 
 Argument = bytes | str | int | float
+_pack: Callable[[tuple[Argument, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment]
 CONNECT_TIMEOUT = 5.0
 REPLY_TIMEOUT = 5.0
 
@@ -105,7 +106,7 @@ class Link:
         overdue = loop.call_later(timeout, self._overdue, connection, timeout)
         replies: list[Any] = []
         try:
-            await self._write(connection, [hiredis.pack_command(command) for command in commands])
+            await self._write(connection, [_pack(command) for command in commands])
             for future in futures:
                 try:
                     replies.append(await future)
@@ -134,7 +135,7 @@ class Link:
             connection = self._make()
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT):
-                    await connection.connect()
+                    await connection.connect()  # type: ignore[no-untyped-call]
             except (redis_errors.RedisError, OSError, TimeoutError) as error:
                 await discard(connection)
                 raise map_error(error, self.where) from None

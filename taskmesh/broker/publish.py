@@ -62,7 +62,9 @@ class Publisher:
         self._units: deque[_Unit] = deque()
         self._sending: asyncio.Task[None] | None = None
 
-    async def submit(self, submissions: Sequence[Submission], blobs: Sequence[bytes] = ()) -> list[str | None]:
+    async def submit(
+        self, submissions: Sequence[Submission], blobs: Sequence[bytes] = ()
+    ) -> list[str | None]:
         """Publish messages, in order, and return where each was put.
 
         Raises:
@@ -124,8 +126,10 @@ class Publisher:
         accepted = await self._partition.submit(
             self._producer, self._number, self._options.max_length or 0, batch, blobs
         )
-        if accepted.count < 0:
-            raise BrokerUnavailable("the blob's chunks were gone before the message could be added; submit again")
+        if accepted.messages < 0:
+            raise BrokerUnavailable(
+                "the blob's chunks were gone before the message could be added; submit again"
+            )
         places = deque(accepted.places)
         for unit in units:
             while unit.rest and places:
@@ -135,10 +139,10 @@ class Publisher:
                 self._units.popleft()
                 if not unit.done.done():
                     unit.done.set_result(unit.places)
-        if accepted.count:
-            size_bytes = sum(len(item.data) for item in batch[: accepted.count])
-            self._observers.emit(Submitted(self._partition.keys.queue, accepted.count, size_bytes))
-        return accepted.count
+        if accepted.messages:
+            size_bytes = sum(len(item.data) for item in batch[: accepted.messages])
+            self._observers.emit(Submitted(self._partition.keys.queue, accepted.messages, size_bytes))
+        return accepted.messages
 
     async def _wait_for_room(self, refused: int) -> None:
         """The queue is full: refuse, or wait, as its options say."""
@@ -148,9 +152,13 @@ class Publisher:
             late = unit.deadline is not None and now >= unit.deadline
             if self._options.when_full == "reject" or late or unit.done.done():
                 self._units.remove(unit)
-                waited = "" if self._options.when_full == "reject" else f" after {self._options.wait_timeout:g} s"
+                waited = (
+                    "" if self._options.when_full == "reject" else f" after {self._options.wait_timeout:g} s"
+                )
                 unit.fail(
-                    QueueFull(f"queue {queue!r} holds its bound of {bound} messages{waited}; {len(unit.rest)} left out")
+                    QueueFull(
+                        f"queue {queue!r} holds its bound of {bound} messages{waited}; {len(unit.rest)} left out"
+                    )
                 )
         if self._units:
             await asyncio.sleep(pause_before(min(refused, 4)))

@@ -43,7 +43,7 @@ class Submission(NamedTuple):
 class Accepted(NamedTuple):
     """What became of a batch: how many of its messages, and where each was put (None when told once before)."""
 
-    count: int
+    messages: int
     places: list[str | None]
 
 
@@ -240,7 +240,11 @@ class Partition:
             arguments += (lane + 1, entry)
         return int(
             await self.caller.run(
-                scripts.HAND_BACK, keys.tag, [*keys.lanes, keys.workers, keys.control], arguments, retry_for=2.0
+                scripts.HAND_BACK,
+                keys.tag,
+                [*keys.lanes, keys.workers, keys.control],
+                arguments,
+                retry_for=2.0,
             )
         )
 
@@ -290,9 +294,7 @@ class Partition:
         lane = keys.lanes[message.priority if message else Priority.NORMAL]
         chunks = message.blob_chunks if message else 0
         blobs = [keys.blob(message.id, "args", chunk) for chunk in range(chunks)] if message else []
-        return bool(
-            await self.caller.run(scripts.REQUEUE, keys.tag, [dead_key, lane, *blobs], (entry, data))
-        )
+        return bool(await self.caller.run(scripts.REQUEUE, keys.tag, [dead_key, lane, *blobs], (entry, data)))
 
 
 def lane_quotas(total: int, turn: int) -> tuple[int, int, int]:

@@ -29,7 +29,7 @@ class Collector:
     async def _wait(self, handle: Handle[R]) -> None:
         try:
             await handle.outcome()
-        except Exception:  # noqa: S110 - result() of the finished handle raises it again
+        except Exception:
             pass
         self._finished.put_nowait(handle)  # type: ignore[arg-type]
 

@@ -28,7 +28,19 @@ class Handle(Generic[R]):
         id: the message's id; ``Mesh.handle`` makes a handle of it in another process.
     """
 
-    __slots__ = ("_blob_chunks", "_inbox", "_lane", "_own", "_partition", "_place", "_submitted", "_task", "_ttl", "_outcome", "id")
+    __slots__ = (
+        "_blob_chunks",
+        "_inbox",
+        "_lane",
+        "_outcome",
+        "_own",
+        "_partition",
+        "_place",
+        "_submitted",
+        "_task",
+        "_ttl",
+        "id",
+    )
 
     def __init__(
         self,
@@ -77,7 +89,9 @@ class Handle(Generic[R]):
                 value: R = convert(outcome.value, self._task.signature.returns)
             except (msgspec.ValidationError, ValueError, TypeError) as error:
                 wanted = self._task.signature.returns
-                raise TaskFailed("TypeError", f"the result does not fit the annotation {wanted}: {error}") from None
+                raise TaskFailed(
+                    "TypeError", f"the result does not fit the annotation {wanted}: {error}"
+                ) from None
             return value
         raise self._error(outcome)
 
@@ -102,11 +116,15 @@ class Handle(Generic[R]):
         waiting = asyncio.ensure_future(inbox.wait(self.id, self._own))
         try:
             while True:
-                await asyncio.wait([waiting], timeout=max(1.0, self._submitted + self._ttl - time.monotonic()))
+                await asyncio.wait(
+                    [waiting], timeout=max(1.0, self._submitted + self._ttl - time.monotonic())
+                )
                 if waiting.done():
                     return waiting.result()
                 if await self._is_gone():
-                    raise ResultUnavailable(f"the record of {self} has expired ({self._ttl:g} s after it ended)")
+                    raise ResultUnavailable(
+                        f"the record of {self} has expired ({self._ttl:g} s after it ended)"
+                    )
         finally:
             if not waiting.done():
                 waiting.cancel()

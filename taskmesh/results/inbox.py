@@ -79,7 +79,10 @@ class Inbox:
                 await asyncio.wait([future], timeout=pause)
             if not future.done():
                 await self.recheck([message_id])
-            pause = min(LONGEST_RECHECK if pushed_here else 0.5, max(FIRST_RECHECK if pushed_here else 0.02, pause * 2))
+            pause = min(
+                LONGEST_RECHECK if pushed_here else 0.5,
+                max(FIRST_RECHECK if pushed_here else 0.02, pause * 2),
+            )
         return future.result()
 
     async def recheck(self, message_ids: Sequence[str]) -> None:
@@ -113,7 +116,9 @@ class Inbox:
 
     async def _make_stream(self) -> bytes:
         tag = self._partition.keys.tag
-        last: bytes = await self._partition.caller.command(tag, "XADD", self._key, "MAXLEN", 1, "*", "opened", "")
+        last: bytes = await self._partition.caller.command(
+            tag, "XADD", self._key, "MAXLEN", 1, "*", "opened", ""
+        )
         await self._partition.caller.command(tag, "PEXPIRE", self._key, STREAM_TTL_MS)
         return last
 

@@ -80,14 +80,18 @@ class Endings:
             ending,
         )
 
-    def failed(self, delivery: Delivery, error: BaseException, seconds: float, *, final: bool = False) -> None:
+    def failed(
+        self, delivery: Delivery, error: BaseException, seconds: float, *, final: bool = False
+    ) -> None:
         """The handler raised, or could not be called; ``final`` rules out another try."""
         task, message = delivery.task, delivery.message
         verdict = judge(error, message.attempt, task.options.retry, self._draw())
         if verdict.delay is not None and not final:
             again = msgspec.structs.replace(message, attempt=message.attempt + 1)
             arguments = (encode_message(again), int(verdict.delay * 1000))
-            self._settle(delivery, "R", arguments, Ending(task.name, Status.RETRIED.value, seconds), keep_blobs=True)
+            self._settle(
+                delivery, "R", arguments, Ending(task.name, Status.RETRIED.value, seconds), keep_blobs=True
+            )
             return
         failure = failure_of(error, self._engine_files)
         log.warning("task %s (%s) failed: %s: %s", task.name, message.id, failure.type, failure.message)
@@ -185,13 +189,15 @@ class Endings:
         self._uploads.add(upload)
         upload.add_done_callback(self._uploads.discard)
 
-    async def _upload_and_settle(self, delivery: Delivery, outcome: bytes, ttl_ms: int, seconds: float) -> None:
+    async def _upload_and_settle(
+        self, delivery: Delivery, outcome: bytes, ttl_ms: int, seconds: float
+    ) -> None:
         partition, message = delivery.source.partition, delivery.message
         pause = 0.05
-        while True:
+        chunks = 0
+        while not chunks:
             try:
                 chunks = await blobs.upload(partition, message.id, "result", outcome[3:], ttl_ms)
-                break
             except BrokerError as error:  # full or away: the result waits until there is room for it
                 log.warning("the result of %s waits: %s", message.id, error)
                 await asyncio.sleep(pause)

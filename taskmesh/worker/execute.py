@@ -35,7 +35,9 @@ class Run:
 
     __slots__ = ("context", "deliveries", "ended", "in_thread", "reason", "started", "task", "timer")
 
-    def __init__(self, deliveries: list[Delivery], started: float, context: Context | None, in_thread: bool) -> None:
+    def __init__(
+        self, deliveries: list[Delivery], started: float, context: Context | None, in_thread: bool
+    ) -> None:
         self.deliveries = deliveries
         self.started = started
         self.context = context
@@ -74,7 +76,9 @@ class Executor:
         self._calls: dict[str, Next] = {}
         self._threads: ThreadPoolExecutor | None = None
         self.active = 0
-        self.current: tuple[float, float] | None = None  # start and limit of a handler's step, for the watchdog
+        self.current: tuple[float, float] | None = (
+            None  # start and limit of a handler's step, for the watchdog
+        )
 
     @property
     def waiting(self) -> int:
@@ -300,7 +304,9 @@ class Executor:
         try:
             values = await drive(self._call(task, ([row for _, row in items],), {}, context), _nothing)
             if not isinstance(values, Iterable) or len(rows := list(values)) != len(items):
-                raise TypeError(f"batch handler of {task.name!r} must return one result for each of its {len(items)} rows")
+                raise TypeError(
+                    f"batch handler of {task.name!r} must return one result for each of its {len(items)} rows"
+                )
         except asyncio.CancelledError as error:
             for delivery, _ in items:
                 self._stopped(run, delivery, error)
@@ -340,7 +346,10 @@ class Executor:
                 for delivery in run.deliveries:
                     self._stopped(run, delivery, asyncio.CancelledError())
                     run.ended.add(delivery.order)
-                log.warning("%s: it runs in a thread and cannot be stopped; its slot stays taken", run.deliveries[0].task)
+                log.warning(
+                    "%s: it runs in a thread and cannot be stopped; its slot stays taken",
+                    run.deliveries[0].task,
+                )
         elif run.task is not None:
             run.task.cancel()
 

@@ -33,7 +33,7 @@ class Heartbeat(threading.Thread):
         sources: Sequence[Source],
         ttl: float,
         worker: Callable[[], bytes],
-        struck_off: Callable[[Source], None],
+        struck_off: Callable[[Source], object],
         overrun: Callable[[], float],
         grace: float,
     ) -> None:
@@ -58,7 +58,7 @@ class Heartbeat(threading.Thread):
                 log.critical("the event loop has been blocked for too long; this worker ends")
                 os._exit(EXIT_BLOCKED)
         for connection in self._connections.values():
-            connection.disconnect()
+            _disconnect(connection)
 
     def _beat(self, source: Source) -> bool:
         """Renew one lease; False where the server did not answer."""
@@ -71,7 +71,9 @@ class Heartbeat(threading.Thread):
                 self._connections[shared] = connection
             worker = self._worker()
             offset_ms = source.partition.caller.clock.offset_ms
-            connection.send_command("EVAL", HEARTBEAT.source, 1, keys.workers, offset_ms, worker)
+            connection.send_command(  # type: ignore[no-untyped-call]
+                "EVAL", HEARTBEAT.source, 1, keys.workers, offset_ms, worker
+            )
             if connection.read_response() is None and worker == self._worker():
                 self._struck_off(source)
             return True
@@ -79,10 +81,14 @@ class Heartbeat(threading.Thread):
             log.debug("heartbeat on queue %s: %s", source.queue, error)
             lost = self._connections.pop(shared, None)
             if lost is not None:
-                lost.disconnect()
+                _disconnect(lost)
             return False
 
     def stop(self) -> None:
         """End the thread; the lease then runs out, unless the worker has left."""
         self._ended.set()
         self.join(timeout=self._interval * 2 + 1)
+
+
+def _disconnect(connection: AbstractConnection) -> None:
+    connection.disconnect()  # type: ignore[no-untyped-call]

@@ -22,7 +22,7 @@ from taskmesh.broker.scripts import FETCH, SETTLE
 from taskmesh.broker.streams import Partition
 from taskmesh.errors import BrokerError, DecodeError
 from taskmesh.events import Event, Fetched, Observers, Settled, WorkerLost
-from taskmesh.messages import Entry, Message, Status
+from taskmesh.messages import Entry, Status
 from taskmesh.settings import MeshSettings, WorkerSettings
 from taskmesh.tasks import Middleware, Registry
 from taskmesh.worker import drive, endings, execute, middleware
@@ -252,17 +252,20 @@ class Worker:
 
     async def _fill_in(self, delivery: Delivery) -> None:
         message = delivery.message
-        while True:
-            try:
-                data = await blobs.download(delivery.source.partition, message.id, "args", message.blob_chunks)
-                args, kwargs = codec.unpack_value(data)
-                break
-            except DecodeError as error:
-                self._endings.failed(delivery, error, 0.0, final=True)
-                return
-            except BrokerError as error:
-                log.debug("the arguments of %s wait: %s", message.id, error)
-                await asyncio.sleep(0.1)
+        data: bytes | None = None
+        try:
+            while data is None:
+                try:
+                    data = await blobs.download(
+                        delivery.source.partition, message.id, "args", message.blob_chunks
+                    )
+                except BrokerError as error:
+                    log.debug("the arguments of %s wait: %s", message.id, error)
+                    await asyncio.sleep(0.1)
+            args, kwargs = codec.unpack_value(data)
+        except (DecodeError, TypeError, ValueError) as error:
+            self._endings.failed(delivery, error, 0.0, final=True)
+            return
         delivery.message = msgspec.structs.replace(message, args=tuple(args), kwargs=kwargs)
         self._executor.accept(delivery)
         self._executor.dispatch()
@@ -286,7 +289,10 @@ class Worker:
         while True:
             self._progress = time.monotonic()
             waited = self._executor.oldest_wait(self._progress)
-            if waited > self._settings.hand_back_after and self._executor.active >= self._settings.concurrency:
+            if (
+                waited > self._settings.hand_back_after
+                and self._executor.active >= self._settings.concurrency
+            ):
                 waiting = self._executor.take_waiting()
                 log.info("all slots are taken: %d deliveries go back to the others", len(waiting))
                 await self._hand_back(waiting)

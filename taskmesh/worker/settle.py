@@ -29,7 +29,9 @@ class _Call:
 
     __slots__ = ("batch", "command", "lane")
 
-    def __init__(self, lane: Priority, batch: list[Settlement], command: tuple[bytes | str | int | float, ...]) -> None:
+    def __init__(
+        self, lane: Priority, batch: list[Settlement], command: tuple[bytes | str | int | float, ...]
+    ) -> None:
         self.lane = lane
         self.batch = batch
         self.command = command
@@ -112,7 +114,11 @@ class Settler:
             trouble: BrokerError | None = None
             for call, reply in zip(left, replies, strict=True):
                 if isinstance(reply, NoGroup):
-                    log.warning("queue %s: its stream is gone; %d outcomes dropped", self._source.queue, len(call.batch))
+                    log.warning(
+                        "queue %s: its stream is gone; %d outcomes dropped",
+                        self._source.queue,
+                        len(call.batch),
+                    )
                 elif isinstance(reply, BrokerError):
                     again.append(call)
                     trouble = reply

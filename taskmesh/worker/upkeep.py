@@ -105,7 +105,16 @@ class Upkeep:
                 try:
                     reply = (
                         await link.call_many(
-                            [("XREAD", "BLOCK", LISTEN_MS, "STREAMS", source.keys.control, source.last_control)],
+                            [
+                                (
+                                    "XREAD",
+                                    "BLOCK",
+                                    LISTEN_MS,
+                                    "STREAMS",
+                                    source.keys.control,
+                                    source.last_control,
+                                )
+                            ],
                             timeout=LISTEN_MS / 1000 + 5.0,
                         )
                     )[0]
