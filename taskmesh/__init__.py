@@ -30,7 +30,7 @@ from taskmesh.errors import (
 )
 from taskmesh.messages import DeadLetter, Priority
 from taskmesh.results.collector import as_completed
-from taskmesh.results.handle import Handle
+from taskmesh.results.handle import Handle, Handles
 from taskmesh.settings import MeshSettings, QueueOptions, WorkerSettings
 from taskmesh.tasks import Batch, Call, Context, Next, Retry
 from taskmesh.worker.runtime import Worker
@@ -53,6 +53,7 @@ __all__ = [
     "DecodeError",
     "EmbeddedServerError",
     "Handle",
+    "Handles",
     "InvalidArguments",
     "LeadershipLost",
     "Mesh",

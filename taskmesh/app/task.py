@@ -10,12 +10,11 @@ from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypedDict, Typ
 
 from taskmesh.app.client import Client
 from taskmesh.broker import blobs
-from taskmesh.broker.streams import Submission
 from taskmesh.codec import encode_call, pack_value
 from taskmesh.errors import InvalidArguments, PayloadTooLarge
 from taskmesh.messages import Priority
 from taskmesh.results.collector import Collector
-from taskmesh.results.handle import Handle
+from taskmesh.results.handle import Handle, Handles
 from taskmesh.tasks import Context, TaskDefinition, TaskOptions
 
 P = ParamSpec("P")
@@ -131,66 +130,61 @@ class Task(Generic[P, R]):
         inbox = client.inbox(queue) if ttl else None
         if inbox is not None:
             await inbox.open()
-        places = await client.publisher(queue).submit([Submission(data, due)], chunk_keys)
+        places = await client.publisher(queue).submit([data], due, chunk_keys)
         return Handle(
             message_id, self.definition, partition, inbox, ttl, options.priority, places[0], len(chunk_keys)
         )
 
-    async def submit_many(self, items: Iterable[Any]) -> list[Handle[R]]:
+    async def submit_many(self, items: Iterable[Any]) -> Handles[R]:
         """Submit one call for each item: the item is the handler's only argument, or a ``bind`` of several.
 
-        Items go out a thousand at a time, in order.
+        Items go out a thousand at a time, in order; the next thousand is encoded while one is under way.
 
         Raises:
-            as ``submit``; those before the fault are submitted.
+            as ``submit``; the items before the fault are submitted, those after it are not.
         """
         client = self._connection.client
         options = self._options
-        queue = options.queue
-        partition, publisher = client.partition(queue), client.publisher(queue)
+        partition, publisher = client.partition(options.queue), client.publisher(options.queue)
         ttl = self._ttl(client)
-        inbox = client.inbox(queue) if ttl else None
+        inbox = client.inbox(options.queue) if ttl else None
         if inbox is not None:
             await inbox.open()
+        handles: Handles[R] = Handles(self.definition, partition, inbox, ttl, options.priority)
         extras = self._extras(client, None)
         limit = client.settings.inline_limit_bytes
-        handles: list[Handle[R]] = []
-        sending: asyncio.Task[None] | None = None
 
-        async def send(ids: list[str], batch: list[Submission]) -> None:
-            places = await publisher.submit(batch)
-            handles.extend(
-                Handle(message_id, self.definition, partition, inbox, ttl, options.priority, place)
-                for message_id, place in zip(ids, places, strict=True)
-            )
+        async def send(ids: list[str], messages: list[bytes], blobs: Sequence[bytes] = ()) -> None:
+            handles.extend(ids, await publisher.submit(messages, None, blobs))
 
         ids: list[str] = []
-        batch: list[Submission] = []
+        messages: list[bytes] = []
+        sending: asyncio.Task[None] | None = None
         try:
             for item in items:
                 args, kwargs = item if isinstance(item, BoundCall) else ((item,), {})
                 message_id = client.new_id()
                 data = self._encode(client, message_id, args, kwargs, extras)
-                if len(data) > limit:  # large ones go one by one, in their turn
+                large = len(data) > limit
+                if large or len(messages) == BULK:
                     if sending is not None:
                         await sending
-                    await send(ids, batch)
-                    ids, batch, sending = [], [], None
-                    handles.append(await self._submit(args, kwargs, None))
-                    continue
-                ids.append(message_id)
-                batch.append(Submission(data))
-                if len(batch) == BULK:
-                    if sending is not None:
-                        await sending
-                    sending = asyncio.create_task(send(ids, batch))
-                    ids, batch = [], []
+                    sending = asyncio.create_task(send(ids, messages)) if messages else None
+                    ids, messages = [], []
                     await asyncio.sleep(0)
+                if large:  # alone, in its turn
+                    data, blobs = await self._move_out(client, message_id, args, kwargs, None)
+                    if sending is not None:
+                        await sending
+                    sending = asyncio.create_task(send([message_id], [data], blobs))
+                else:
+                    ids.append(message_id)
+                    messages.append(data)
         finally:
             if sending is not None:
                 await sending
-            if batch:
-                await send(ids, batch)
+            if messages:
+                await send(ids, messages)
         return handles
 
     async def map(self, items: Iterable[Any], *, window: int = 1000) -> AsyncIterator[Handle[R]]:

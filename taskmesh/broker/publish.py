@@ -11,9 +11,10 @@ import contextlib
 import secrets
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 
 from taskmesh.broker.caller import pause_before
-from taskmesh.broker.streams import Partition, Submission
+from taskmesh.broker.streams import Partition
 from taskmesh.errors import BrokerUnavailable, QueueFull, TaskmeshError
 from taskmesh.events import Observers, Submitted
 from taskmesh.settings import MIB, QueueOptions
@@ -29,18 +30,19 @@ def new_producer() -> str:
 
 
 class _Unit:
-    """Submissions that were made together, and the places that they were put in so far."""
+    """Messages that were submitted together, and the places that they were put in so far."""
 
-    __slots__ = ("blobs", "deadline", "done", "places", "rest", "size_bytes")
+    __slots__ = ("blobs", "deadline", "done", "due", "places", "rest", "size_bytes")
 
     def __init__(
-        self, submissions: Sequence[Submission], blobs: Sequence[bytes], deadline: float | None
+        self, messages: Sequence[bytes], due: str | None, blobs: Sequence[bytes], deadline: float | None
     ) -> None:
-        self.rest: deque[Submission] = deque(submissions)
+        self.rest = messages
+        self.due = due
         self.blobs = blobs
         self.deadline = deadline
         self.places: list[str | None] = []
-        self.size_bytes = sum(len(item.data) for item in submissions)
+        self.size_bytes = sum(map(len, messages))
         self.done: asyncio.Future[list[str | None]] = asyncio.get_running_loop().create_future()
 
     def fail(self, error: TaskmeshError) -> None:
@@ -63,9 +65,13 @@ class Publisher:
         self._sending: asyncio.Task[None] | None = None
 
     async def submit(
-        self, submissions: Sequence[Submission], blobs: Sequence[bytes] = ()
+        self, messages: Sequence[bytes], due: str | None = None, blobs: Sequence[bytes] = ()
     ) -> list[str | None]:
-        """Publish messages, in order, and return where each was put.
+        """Publish encoded messages, in order, and return where each was put.
+
+        Args:
+            due: when they are due: None at once, "+ms" from now, or "ms" of Redis time.
+            blobs: the chunks that belong to a single message.
 
         Raises:
             QueueFull: the bound is reached; the messages before the full mark are in.
@@ -74,7 +80,7 @@ class Publisher:
         """
         wait = self._options.wait_timeout
         deadline = None if wait is None else asyncio.get_running_loop().time() + wait
-        unit = _Unit(submissions, blobs, deadline)
+        unit = _Unit(messages, due, blobs, deadline)
         self._units.append(unit)
         if self._sending is None:
             self._sending = asyncio.create_task(self._send_all(), name=f"taskmesh publisher {self._producer}")
@@ -84,65 +90,66 @@ class Publisher:
         refused = 0
         try:
             while self._units:
-                batch, units = self._next_batch()
+                units = self._next_batch()
                 try:
-                    accepted = await self._send(batch, units)
+                    full = await self._send(units)
                 except TaskmeshError as error:
                     for unit in units:
                         self._units.remove(unit)
                         unit.fail(error)
                     continue
-                if accepted < len(batch):
-                    refused = 0 if accepted else refused + 1
+                refused = refused + 1 if full else 0
+                if full:
                     await self._wait_for_room(refused)
-                else:
-                    refused = 0
         finally:
             self._sending = None
+            while self._units:  # only when this task was cancelled or is at fault
+                self._units.popleft().fail(
+                    BrokerUnavailable("the client was closed before this was submitted")
+                )
 
-    def _next_batch(self) -> tuple[list[Submission], list[_Unit]]:
-        """What goes into the next call: whole units, or the beginning of a large one."""
-        batch: list[Submission] = []
-        units: list[_Unit] = []
-        size_bytes = 0
-        for unit in self._units:
-            if batch and (unit.blobs or units[-1].blobs):
-                break
-            if batch and (
-                len(batch) + len(unit.rest) > MAX_BATCH or size_bytes + unit.size_bytes > MAX_BATCH_BYTES
-            ):
+    def _next_batch(self) -> list[_Unit]:
+        """The units that go into the next call; a unit larger than a call goes piece by piece, alone."""
+        units = [self._units[0]]
+        count, size_bytes = len(units[0].rest), units[0].size_bytes
+        for unit in islice(self._units, 1, None):
+            count += len(unit.rest)
+            size_bytes += unit.size_bytes
+            if unit.blobs or units[0].blobs or count > MAX_BATCH or size_bytes > MAX_BATCH_BYTES:
                 break
             units.append(unit)
-            size_bytes += unit.size_bytes
-            for item in unit.rest:
-                if len(batch) == MAX_BATCH:
-                    return batch, units
-                batch.append(item)
-        return batch, units
+        return units
 
-    async def _send(self, batch: list[Submission], units: list[_Unit]) -> int:
+    async def _send(self, units: list[_Unit]) -> bool:
+        """Send one batch; True when the queue's bound cut it short."""
+        # The script adds what is due now before what is due later: places come back in that order.
+        units.sort(key=lambda unit: unit.due is not None)
+        pieces = [(unit, unit.rest[:MAX_BATCH]) for unit in units]
+        now = [message for unit, piece in pieces if unit.due is None for message in piece]
+        later = [(unit.due, message) for unit, piece in pieces if unit.due is not None for message in piece]
         self._number += 1
-        blobs = units[0].blobs
         accepted = await self._partition.submit(
-            self._producer, self._number, self._options.max_length or 0, batch, blobs
+            self._producer, self._number, self._options.max_length or 0, now, later, units[0].blobs
         )
         if accepted.messages < 0:
             raise BrokerUnavailable(
                 "the blob's chunks were gone before the message could be added; submit again"
             )
-        places = deque(accepted.places)
-        for unit in units:
-            while unit.rest and places:
-                unit.rest.popleft()
-                unit.places.append(places.popleft())
+        first = 0
+        size_bytes = 0
+        for unit, piece in pieces:
+            places = accepted.places[first : first + len(piece)]
+            first += len(piece)
+            size_bytes += sum(map(len, unit.rest[: len(places)]))
+            unit.places += places
+            unit.rest = unit.rest[len(places) :]
             if not unit.rest:
-                self._units.popleft()
+                self._units.remove(unit)
                 if not unit.done.done():
                     unit.done.set_result(unit.places)
         if accepted.messages:
-            size_bytes = sum(len(item.data) for item in batch[: accepted.messages])
             self._observers.emit(Submitted(self._partition.keys.queue, accepted.messages, size_bytes))
-        return accepted.messages
+        return accepted.messages < len(now) + len(later)
 
     async def _wait_for_room(self, refused: int) -> None:
         """The queue is full: refuse, or wait, as its options say."""

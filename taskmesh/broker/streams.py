@@ -33,13 +33,6 @@ class Cancelled(StrEnum):
     REQUESTED = "requested"
 
 
-class Submission(NamedTuple):
-    """A message ready to go: ``due`` is None for now, "+ms" from now, or "ms" of Redis time."""
-
-    data: bytes
-    due: str | None = None
-
-
 class Accepted(NamedTuple):
     """What became of a batch: how many of its messages, and where each was put (None when told once before)."""
 
@@ -85,28 +78,37 @@ class Partition:
         producer: str,
         number: int,
         bound: int,
-        submissions: Sequence[Submission],
+        now: Sequence[bytes],
+        later: Sequence[tuple[str, bytes]] = (),
         blobs: Sequence[bytes] = (),
     ) -> Accepted:
         """Add a producer's batch, once, however often it is sent.
 
         Batches of a producer must be sent one after the other, with rising numbers.
 
+        Args:
+            bound: messages not settled that the queue may hold; 0 for any number.
+            now: encoded messages that are due at once.
+            later: due time ("+ms" from now, or "ms" of Redis time) and encoded message.
+            blobs: chunks that become persistent with the batch.
+
         Raises:
             BrokerFull: nothing was accepted.
             BrokerUnavailable: whether it was accepted is not known.
         """
         keys = self.keys
-        now = [item.data for item in submissions if item.due is None]
-        arguments: list[Argument] = [number, bound, PRODUCER_TTL_MS, len(now), *now]
-        for item in submissions:
-            if item.due is not None:
-                arguments += (item.due, item.data)
         reply = await self.caller.run(
             scripts.SUBMIT,
             keys.tag,
             [*keys.lanes, keys.delayed, keys.producer(producer), keys.control, *blobs],
-            arguments,
+            (
+                number,
+                bound,
+                PRODUCER_TTL_MS,
+                len(now),
+                *now,
+                *(argument for pair in later for argument in pair),
+            ),
         )
         count = int(reply[0])
         places: list[str | None] = [place.decode() for place in reply[1:]]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import Generic, TypeVar, overload
 
 import msgspec
 
@@ -174,4 +175,56 @@ class Handle(Generic[R]):
         ttl_ms = int(self._ttl * 1000)
         return await self._partition.cancel(
             self.id, self._lane, self._place, _CANCELLED, ttl_ms, self._blob_chunks
+        )
+
+
+class Handles(Sequence[Handle[R]]):
+    """The handles of a bulk submission, in its order. Each is made when it is looked at: ten thousand of them
+    weigh what their ids do.
+    """
+
+    __slots__ = ("_ids", "_inbox", "_lane", "_partition", "_places", "_task", "_ttl")
+
+    def __init__(
+        self,
+        task: TaskDefinition,
+        partition: Partition,
+        inbox: Inbox | None,
+        ttl: float,
+        lane: Priority,
+    ) -> None:
+        self._task = task
+        self._partition = partition
+        self._inbox = inbox
+        self._ttl = ttl
+        self._lane = lane
+        self._ids: list[str] = []
+        self._places: list[str | None] = []
+
+    def extend(self, ids: Sequence[str], places: Sequence[str | None]) -> None:
+        """Take in what was accepted."""
+        self._ids += ids
+        self._places += places
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} handles of task {self._task.name!r}>"
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> Handle[R]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Handle[R]]: ...
+    def __getitem__(self, index: int | slice) -> Handle[R] | list[Handle[R]]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(len(self))[index]]
+        return Handle(
+            self._ids[index],
+            self._task,
+            self._partition,
+            self._inbox,
+            self._ttl,
+            self._lane,
+            self._places[index],
         )

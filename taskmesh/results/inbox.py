@@ -15,13 +15,15 @@ from collections.abc import Sequence
 from taskmesh.broker.caller import pause_before
 from taskmesh.broker.streams import Partition
 from taskmesh.errors import BrokerError
+from taskmesh.settings import MIB
 
 log = logging.getLogger("taskmesh.results")
 STREAM_TTL_MS = 60_000
 BLOCK_MS = 5000
 UPKEEP_SECONDS = 5.0
 UPKEEP_ENTRIES = 256
-MAX_UNCLAIMED = 20_000
+MAX_RECENT = 20_000
+MAX_RECENT_BYTES = 32 * MIB
 FIRST_RECHECK = 1.0
 LONGEST_RECHECK = 10.0
 
@@ -34,7 +36,8 @@ class Inbox:
         self._key = partition.keys.replies(producer)
         self._link = partition.caller.server.dedicated(partition.keys.tag)
         self._waiting: dict[str, asyncio.Future[bytes]] = {}
-        self._unclaimed: OrderedDict[str, bytes] = OrderedDict()
+        self._recent: OrderedDict[str, bytes] = OrderedDict()
+        self._recent_bytes = 0
         self._evicted = False
         self._reader: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
@@ -60,7 +63,7 @@ class Inbox:
         future = self._waiting.get(message_id)
         if future is None or future.cancelled():
             future = asyncio.get_running_loop().create_future()
-            data = self._unclaimed.pop(message_id, None)
+            data = self._recent.get(message_id)
             if data is not None:
                 future.set_result(data)
             else:
@@ -105,13 +108,15 @@ class Inbox:
 
     def _deliver(self, message_id: str, data: bytes) -> None:
         future = self._waiting.pop(message_id, None)
-        if future is not None:
-            if not future.done():
-                future.set_result(data)
+        if future is not None and not future.done():
+            future.set_result(data)
+        if message_id in self._recent:
             return
-        self._unclaimed[message_id] = data
-        if len(self._unclaimed) > MAX_UNCLAIMED:
-            self._unclaimed.popitem(last=False)
+        self._recent[message_id] = data
+        self._recent_bytes += len(data)
+        while len(self._recent) > MAX_RECENT or self._recent_bytes > MAX_RECENT_BYTES:
+            _, evicted = self._recent.popitem(last=False)
+            self._recent_bytes -= len(evicted)
             self._evicted = True
 
     async def _make_stream(self) -> bytes:
