@@ -16,7 +16,7 @@ from redis import exceptions as redis_errors
 from redis.asyncio import connection as nonblocking
 from redis.crc import key_slot
 
-from taskmesh.broker.link import CONNECT_TIMEOUT, Link, discard, map_error
+from taskmesh.broker.link import CONNECT_TIMEOUT, Link, discard, error_of_connection
 from taskmesh.errors import BrokerError, BrokerRefused, BrokerUnavailable, ConfigurationError, ServerTooOld
 
 MINIMUM_REDIS = (7, 0)
@@ -153,7 +153,7 @@ class Server:
                 await connection.send_command(*command)
                 return await connection.read_response()
         except (redis_errors.RedisError, OSError, TimeoutError) as error:
-            mapped = map_error(error, where)
+            mapped = error_of_connection(error, where)
             if isinstance(mapped, BrokerRefused) and "unknown command" in str(mapped):
                 raise BrokerRefused(f"{where} is not a Redis server that taskmesh knows: {mapped}") from None
             raise mapped from None

@@ -1,12 +1,13 @@
-"""One connection that many callers share, and the one place where foreign errors are mapped.
+"""One connection that many callers share, and the one place where the server's errors are mapped.
 
-Nothing is retried here: whether a call may be made twice is known to who makes it.
+The redis package makes the connection (TLS, authentication, database); from then on commands and replies pass
+straight between the callers and the transport. Nothing is retried here: whether a call may be made twice is known
+to who makes it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,9 +19,11 @@ from redis.asyncio.connection import AbstractConnection
 from taskmesh.errors import BrokerError, BrokerFull, BrokerRefused, BrokerUnavailable
 
 Argument = bytes | str | int | float
-_pack: Callable[[tuple[Argument, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment]
+Command = tuple[Argument, ...]
 CONNECT_TIMEOUT = 5.0
 REPLY_TIMEOUT = 5.0
+_pack: Callable[[Command], bytes] = hiredis.pack_command  # type: ignore[assignment]
+_INCOMPLETE = object()
 
 
 class Moved(BrokerError):
@@ -35,33 +38,81 @@ class NoGroup(BrokerError):
     """A stream or its consumer group is gone."""
 
 
-def map_error(error: BaseException, where: str) -> BrokerError:
-    """The error of the tree that stands for one of the client library's or of the system's."""
-    if isinstance(error, BrokerError):
-        return error
-    text = str(error) or type(error).__name__
-    match error:
-        case redis_errors.AuthenticationError() | redis_errors.AuthorizationError():
-            return BrokerRefused(f"{where} refused the credentials: {text}")
-        case redis_errors.BusyLoadingError():
-            return BrokerUnavailable(f"{where} is still loading its data")
-        case redis_errors.OutOfMemoryError():
-            return BrokerFull(f"{where} is at its memory limit and takes no new work")
-        case redis_errors.NoScriptError():
-            return ScriptMissing(text)
-        case redis_errors.ClusterDownError() | redis_errors.ReadOnlyError() | redis_errors.MasterDownError():
-            return BrokerUnavailable(f"{where} takes no writes now: {text}")
-        case redis_errors.AskError() | redis_errors.TryAgainError():  # MovedError is an AskError
-            return Moved(text)
-        case redis_errors.ConnectionError() | redis_errors.TimeoutError() | OSError():
-            return BrokerUnavailable(f"no answer from {where}: {text}")
-    if "OOM command not allowed" in text:
+def error_of_reply(text: str, where: str) -> BrokerError:
+    """The error of the tree that stands for an error reply."""
+    code = text.partition(" ")[0]
+    if code == "OOM" or "OOM command not allowed" in text:
         return BrokerFull(f"{where} is at its memory limit and takes no new work")
-    if "NOGROUP" in text or text.startswith("UNBLOCKED"):
+    if code == "NOSCRIPT":
+        return ScriptMissing(text)
+    if code in ("MOVED", "ASK", "TRYAGAIN"):
+        return Moved(text)
+    if code in ("NOGROUP", "UNBLOCKED") or "NOGROUP" in text:
         return NoGroup(text)
-    if "NOAUTH" in text or "WRONGPASS" in text or "NOPERM" in text:
+    if code in ("LOADING", "CLUSTERDOWN", "READONLY", "MASTERDOWN", "NOREPLICAS"):
+        return BrokerUnavailable(f"{where} takes no writes now: {text}")
+    if code in ("NOAUTH", "WRONGPASS", "NOPERM") or "invalid password" in text:
         return BrokerRefused(f"{where} refused the credentials: {text}")
     return BrokerRefused(f"{where}: {text}")
+
+
+def error_of_connection(error: BaseException, where: str) -> BrokerError:
+    """The error of the tree that stands for what the client library or the system raised while connecting."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, redis_errors.AuthenticationError | redis_errors.AuthorizationError):
+        return BrokerRefused(f"{where} refused the credentials: {text}")
+    if isinstance(error, redis_errors.ResponseError):
+        return error_of_reply(text, where)
+    return BrokerUnavailable(f"no answer from {where}: {text}")
+
+
+class _Group:
+    """Commands that were sent together, and the replies so far."""
+
+    __slots__ = ("count", "done", "replies")
+
+    def __init__(self, count: int, done: asyncio.Future[list[Any]]) -> None:
+        self.count = count
+        self.done = done
+        self.replies: list[Any] = []
+
+
+class _Replies(asyncio.Protocol):
+    """Reads the replies of one connection and hands them to the groups that wait, in order."""
+
+    def __init__(self, where: str, on_lost: Callable[[_Replies, BrokerError], None]) -> None:
+        self._where = where
+        self._on_lost = on_lost
+        self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE)
+        self.waiting: deque[_Group] = deque()
+        self.writable = asyncio.Event()
+        self.writable.set()
+
+    def data_received(self, data: bytes) -> None:
+        reader, waiting = self._reader, self.waiting
+        try:
+            reader.feed(data)
+            while (reply := reader.gets()) is not _INCOMPLETE:
+                if isinstance(reply, hiredis.ReplyError):
+                    reply = error_of_reply(str(reply), self._where)
+                group = waiting[0]
+                group.replies.append(reply)
+                if len(group.replies) == group.count:
+                    waiting.popleft()
+                    if not group.done.done():
+                        group.done.set_result(group.replies)
+        except (hiredis.HiredisError, IndexError) as error:
+            self._on_lost(self, BrokerUnavailable(f"{self._where} does not speak the Redis protocol: {error}"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        reason = str(error) if error else "closed by the server"
+        self._on_lost(self, BrokerUnavailable(f"the connection to {self._where} was lost: {reason}"))
+
+    def pause_writing(self) -> None:
+        self.writable.clear()
+
+    def resume_writing(self) -> None:
+        self.writable.set()
 
 
 class Link:
@@ -76,8 +127,8 @@ class Link:
         self.where = where
         self.generation = 0
         self._connection: AbstractConnection | None = None
-        self._waiting: deque[asyncio.Future[Any]] = deque()
-        self._reader: asyncio.Task[None] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._replies: _Replies | None = None
         self._opening = asyncio.Lock()
         self._closed = False
 
@@ -92,106 +143,81 @@ class Link:
             raise reply
         return reply
 
-    async def call_many(
-        self, commands: Sequence[tuple[Argument, ...]], timeout: float = REPLY_TIMEOUT
-    ) -> list[Any]:
-        """Send several commands at once; error replies stand in the list as BrokerError.
+    async def call_many(self, commands: Sequence[Command], timeout: float = REPLY_TIMEOUT) -> list[Any]:
+        """Send several commands at once and return their replies; error replies stand in the list as BrokerError.
 
         A server that has not answered the last of them within ``timeout`` seconds counts as lost.
+
+        Raises:
+            BrokerUnavailable: the connection cannot be made, or was lost before all had answered.
         """
-        connection = self._connection or await self._open()
+        if self._replies is None:
+            await self._open()
+        replies, transport = self._replies, self._transport
+        assert replies is not None
+        assert transport is not None
         loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[Any]] = [loop.create_future() for _ in commands]
-        self._waiting.extend(futures)
-        overdue = loop.call_later(timeout, self._overdue, connection, timeout)
-        replies: list[Any] = []
+        group = _Group(len(commands), loop.create_future())
+        packed = [_pack(command) for command in commands]
+        replies.waiting.append(group)
+        transport.writelines(packed)
+        overdue = loop.call_later(timeout, self._overdue, replies, timeout)
         try:
-            await self._write(connection, [_pack(command) for command in commands])
-            for future in futures:
-                try:
-                    replies.append(await future)
-                except BrokerError as error:
-                    replies.append(error)
+            if not replies.writable.is_set():
+                await replies.writable.wait()
+            return await group.done
         finally:
             overdue.cancel()
-        return replies
 
-    def _overdue(self, connection: AbstractConnection, timeout: float) -> None:
-        self._lose(connection, BrokerUnavailable(f"no answer from {self.where} for {timeout:g} s"))
+    def _overdue(self, replies: _Replies, timeout: float) -> None:
+        self._lose(replies, BrokerUnavailable(f"no answer from {self.where} for {timeout:g} s"))
 
-    async def _write(self, connection: AbstractConnection, packed: list[bytes]) -> None:
-        # The client writes before it first suspends, so that the order of commands is that of the futures.
-        try:
-            await connection.send_packed_command(packed, check_health=False)
-        except (redis_errors.RedisError, OSError) as error:
-            self._lose(connection, map_error(error, self.where))
-
-    async def _open(self) -> AbstractConnection:
+    async def _open(self) -> None:
         async with self._opening:
             if self._closed:
                 raise BrokerUnavailable(f"the connection to {self.where} is closed")
-            if self._connection is not None:
-                return self._connection
+            if self._replies is not None:
+                return
             connection = self._make()
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT):
                     await connection.connect()  # type: ignore[no-untyped-call]
             except (redis_errors.RedisError, OSError, TimeoutError) as error:
                 await discard(connection)
-                raise map_error(error, self.where) from None
+                raise error_of_connection(error, self.where) from None
+            # The handshake is over and answered: from here on the client library's reader would only be in the way.
+            transport: Any = connection._writer.transport  # type: ignore[union-attr]
+            replies = _Replies(self.where, self._lose)
+            transport.set_protocol(replies)
             self.generation += 1
-            self._connection = connection
-            self._reader = asyncio.create_task(self._read(connection), name=f"taskmesh link to {self.where}")
-            return connection
+            self._connection, self._transport, self._replies = connection, transport, replies
 
-    async def _read(self, connection: AbstractConnection) -> None:
-        reason: BrokerError = BrokerUnavailable(f"the connection to {self.where} was closed")
-        try:
-            while True:
-                try:
-                    reply = await connection.read_response(timeout=math.inf, disconnect_on_error=False)
-                except redis_errors.ResponseError as error:
-                    _settle(self._waiting.popleft(), map_error(error, self.where))
-                    continue
-                future = self._waiting.popleft()
-                if not future.done():
-                    future.set_result(reply)
-        except (redis_errors.RedisError, OSError, IndexError) as error:
-            reason = map_error(error, self.where)
-        finally:
-            self._lose(connection, reason)
-            await discard(connection)
-
-    def _lose(self, connection: AbstractConnection, reason: BrokerError) -> None:
+    def _lose(self, replies: _Replies, reason: BrokerError) -> None:
         """Fail what waits on a connection that is gone."""
-        if self._connection is not connection:
-            return
-        self._connection = None
-        reader, self._reader = self._reader, None
-        if reader is not None and reader is not asyncio.current_task():
-            reader.cancel()
-        lost, self._waiting = self._waiting, deque()
-        for future in lost:
-            _settle(future, reason)
+        replies.writable.set()
+        lost, replies.waiting = replies.waiting, deque()
+        for group in lost:
+            if not group.done.done():
+                group.done.set_exception(reason)
+                group.done.exception()  # its caller may have been cancelled: then nobody else looks at it
+        if self._replies is replies:
+            transport = self._transport
+            self._connection = self._transport = self._replies = None
+            if transport is not None:
+                transport.abort()
 
     def drop(self, reason: str = "dropped") -> None:
         """Cut the connection: calls under way fail, the next call opens a new one."""
-        if self._connection is not None:
-            self._lose(self._connection, BrokerUnavailable(f"the connection to {self.where} was {reason}"))
+        if self._replies is not None:
+            self._lose(self._replies, BrokerUnavailable(f"the connection to {self.where} was {reason}"))
 
     async def close(self) -> None:
         """End the connection for good."""
         self._closed = True
-        reader = self._reader
+        connection = self._connection
         self.drop("closed")
-        if reader is not None:
-            await asyncio.gather(reader, return_exceptions=True)
-
-
-def _settle(future: asyncio.Future[Any], error: BrokerError) -> None:
-    if not future.done():
-        future.set_exception(error)
-        future.exception()  # its caller may have been cancelled: then nobody else looks at it
+        if connection is not None:
+            await discard(connection)
 
 
 async def discard(connection: AbstractConnection) -> None:
