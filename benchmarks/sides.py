@@ -126,7 +126,7 @@ PEERS: dict[str, Side] = {
             "dramatiq",
             _dramatiq,
             suspends=False,
-            plans={measure: Plan(8) for measure in ("drain", "drain_results", "round_trip")},
+            plans={"drain": Plan(64), "drain_results": Plan(64), "round_trip": Plan(8)},
         ),
         Side("docket", _docket),
         Side(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from taskmesh.broker.connect import Server
-from taskmesh.broker.link import Argument, Moved, ScriptMissing
+from taskmesh.broker.link import Argument, Link, Moved, ScriptMissing
 from taskmesh.broker.scripts import Script
 from taskmesh.clock import Clock
 from taskmesh.errors import BrokerError, BrokerUnavailable
@@ -93,6 +93,46 @@ class Caller:
         except BrokerUnavailable:
             await self._refresh()
         return await link.call(*command)
+
+    async def read_many(self, requests: Sequence[tuple[bytes, tuple[Argument, ...]]]) -> list[Any]:
+        """The replies to plain reads, in order: pairs of tag and command, one pipeline for each connection.
+
+        A reply may be a BrokerError that trying again does not mend (no such key, say). Reads that a move or a lost
+        connection undid are made once more, all of them.
+
+        Raises:
+            BrokerUnavailable: a node is away.
+        """
+        replies = await self._read_once(requests)
+        trouble = next((reply for reply in replies if isinstance(reply, (Moved, BrokerUnavailable))), None)
+        if trouble is None:
+            return replies
+        if isinstance(trouble, Moved):
+            for tag, _ in requests:
+                self.server.link(tag).drop("moved")
+        await self._refresh()
+        replies = await self._read_once(requests)
+        for reply in replies:
+            if isinstance(reply, (Moved, BrokerUnavailable)):
+                raise reply
+        return replies
+
+    async def _read_once(self, requests: Sequence[tuple[bytes, tuple[Argument, ...]]]) -> list[Any]:
+        by_link: dict[Link, list[int]] = {}
+        for place, (tag, _) in enumerate(requests):
+            by_link.setdefault(self.server.link(tag), []).append(place)
+        replies: list[Any] = [None] * len(requests)
+
+        async def read(link: Link, places: list[int]) -> None:
+            try:
+                answers = await link.call_many([requests[place][1] for place in places])
+            except BrokerError as error:
+                answers = [error] * len(places)
+            for place, answer in zip(places, answers, strict=True):
+                replies[place] = answer
+
+        await asyncio.gather(*(read(link, places) for link, places in by_link.items()))
+        return replies
 
     async def load(self, tag: bytes, scripts: Sequence[Script]) -> None:
         """Make the scripts known to the tag's node."""
