@@ -73,19 +73,21 @@ class Bench:
 
     def repeat(self) -> dict[str, float | None]:
         """Every measurement once."""
-        figures: dict[str, float | None] = {}
-        plain = self.drain("drain")
-        figures["drain_per_s"] = plain.per_s
-        figures["submit_bulk_per_s"] = plain.submit_per_s
-        figures["bytes_per_queued_task"] = plain.queued_bytes_per_task
-        figures["keys_left"] = plain.keys_left
-        figures["stream_entries_left"] = plain.stream_entries_left
-        with_results = self.side.has_results
-        suspending = with_results and self.side.suspends
-        figures["drain_results_per_s"] = self.drain("drain_results").per_s if with_results else None
-        suspended = self.drain("drain_suspending").per_s if suspending else None
-        figures["drain_suspending_results_per_s"] = suspended
-        figures["sleep_10ms_per_s"] = self.drain("sleep").per_s
+        plain, sleeping = self.drain("drain"), self.drain("sleep")
+        kept = self.drain("drain_results") if self.side.has_results else None
+        suspending = self.drain("drain_suspending") if self.side.has_results and self.side.suspends else None
+        drains = [drain for drain in (plain, sleeping, kept, suspending) if drain is not None]
+        figures: dict[str, float | None] = {
+            "drain_per_s": plain.per_s,
+            "drain_results_per_s": None if kept is None else kept.per_s,
+            "drain_suspending_results_per_s": None if suspending is None else suspending.per_s,
+            "sleep_10ms_per_s": sleeping.per_s,
+            "submit_bulk_per_s": plain.submit_per_s,
+            "bytes_per_queued_task": plain.queued_bytes_per_task,
+            "keys_left": plain.keys_left,
+            "stream_entries_left": plain.stream_entries_left,
+            "shortest_drain_s": min(drain.seconds for drain in drains),
+        }
         figures.update(self.round_trip())
         return figures
 

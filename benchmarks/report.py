@@ -16,7 +16,7 @@ MORE_IS_BETTER = (
 )
 LESS_IS_BETTER = ("round_trip_p50_s", "round_trip_p99_s", "bytes_per_queued_task", "idle_worker_rss_mb")
 LEFT_BEHIND = ("keys_left", "stream_entries_left")
-SIDE_KEYS = (*MORE_IS_BETTER, *LESS_IS_BETTER, *LEFT_BEHIND)
+SIDE_KEYS = (*MORE_IS_BETTER, *LESS_IS_BETTER, *LEFT_BEHIND, "shortest_drain_s")
 BARE_KEYS = ("bare_sleep_10ms_per_s", "bare_round_trip_p50_s", "bare_round_trip_p99_s")
 OUR_KEYS = ("delayed_lateness_p99_s", "recovery_after_kill_s", "liveness_ttl_s")
 

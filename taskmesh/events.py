@@ -123,3 +123,7 @@ class Observers:
                 observer.on_event(event)
             except Exception:
                 log.exception("observer %r failed on %s", observer, type(event).__name__)
+
+    def on_event(self, event: Event) -> None:
+        """An observer itself: a worker's own observers stand before those of its Mesh."""
+        self.emit(event)

@@ -82,46 +82,32 @@ class PartitionKeys:
 class RunKeys:
     """The keys of one training run."""
 
-    __slots__ = (
-        "_mesh",
-        "_run",
-        "current",
-        "history",
-        "lease",
-        "ledger",
-        "prefix",
-        "run",
-        "status",
-        "tag",
-        "token",
-    )
+    __slots__ = ("_prefix", "current", "garbage", "history", "lease", "ledger", "run", "tag")
 
     def __init__(self, mesh: str, run: str) -> None:
-        self._mesh = mesh
-        self._run = run
         self.run = run
-        self.tag = f"{mesh}:run:{run}".encode()
-        self.prefix = prefix = b"taskmesh:{" + self.tag + b"}:"
+        self._prefix = f"{mesh}:run:{run}"
+        self.tag = self._prefix.encode()
+        prefix = b"taskmesh:{" + self.tag + b"}:"
         self.lease = prefix + b"lease"
-        self.token = prefix + b"token"
         self.current = prefix + b"current"
         self.history = prefix + b"versions"
+        self.garbage = prefix + b"garbage"
         self.ledger = prefix + b"ledger"
-        self.status = prefix + b"status"
-
-    def manifest(self, version: int) -> bytes:
-        return self.prefix + f"manifest:{version}".encode()
 
     def chunk(self, version: int, token: int, index: int) -> bytes:
         """A piece of a version's state, spread over 16 tags; the fencing token keeps two masters' pieces apart."""
-        return (
-            f"taskmesh:{{{self._mesh}:run:{self._run}:{index % 16}}}:chunk:{version}:{token}:{index}".encode()
-        )
+        return f"taskmesh:{{{self._prefix}:{index % 16}}}:chunk:{version}:{token}:{index}".encode()
 
     def gradient(self, version: int, shard: int, attempt: str, index: int) -> bytes:
-        """A piece of a shard's gradient; ``attempt`` is the id of the task that computed it."""
-        tag = f"{self._mesh}:run:{self._run}:{shard % 16}"
+        """A piece of a shard's gradient; ``attempt`` names one delivery of the task that computed it."""
+        tag = f"{self._prefix}:{shard % 16}"
         return f"taskmesh:{{{tag}}}:gradient:{version}:{shard}:{attempt}:{index}".encode()
+
+
+def tag_of(key: bytes) -> bytes:
+    """The hash tag of a key that was built here."""
+    return key[key.index(b"{") + 1 : key.index(b"}")]
 
 
 def reply_producer(message_id: str) -> str:

@@ -16,6 +16,8 @@ from taskmesh.errors import ConfigurationError
 from taskmesh.events import Observer, Observers
 from taskmesh.keys import check_name
 from taskmesh.messages import DeadLetter, Priority
+from taskmesh.monitoring.metrics import CountingObserver
+from taskmesh.monitoring.snapshot import RunReader
 from taskmesh.results.handle import Handle
 from taskmesh.settings import MeshSettings, QueueOptions, WorkerSettings, from_environment
 from taskmesh.tasks import (
@@ -90,6 +92,10 @@ class Mesh:
         middleware: the onion around every handler, outermost first.
         observers: who watches.
 
+    Attributes:
+        metrics: what this process has counted so far.
+        runs: the training runs over this Mesh, which register themselves to be part of its snapshots.
+
     Raises:
         ConfigurationError: the name cannot stand in a key.
     """
@@ -110,7 +116,9 @@ class Mesh:
         self.settings = dataclasses.replace(settings, url=url) if url is not None else settings
         self.queues: dict[str, QueueOptions] = dict(queues or {})
         self.registry = Registry()
-        self.observers = Observers(observers)
+        self.metrics = CountingObserver()
+        self.runs: dict[str, RunReader] = {}
+        self.observers = Observers([self.metrics, *observers])
         self.middleware: list[Middleware] = list(middleware)
         self.clock: Clock = clock or SystemClock()
         self._client: Client | None = None

@@ -101,6 +101,13 @@ class Server:
         arguments = {**self._arguments_for(tag), "socket_timeout": timeout, "socket_connect_timeout": timeout}
         return _BLOCKING[self._class](**arguments)
 
+    def node(self, tag: bytes) -> str:
+        """Who serves a tag, for people to read: a cluster's node, else the URL without its password."""
+        if not self.is_cluster:
+            return self.where
+        arguments = self._arguments_for(tag)
+        return f"{arguments['host']}:{arguments['port']}"
+
     def _arguments_for(self, tag: bytes) -> dict[str, Any]:
         if not self.is_cluster:
             return self._arguments

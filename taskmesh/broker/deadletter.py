@@ -6,10 +6,14 @@ the task; released by itself when one that does appears).
 
 from __future__ import annotations
 
+import re
+
 from taskmesh.broker.streams import Partition
 from taskmesh.codec import decode_message, decode_outcome, encode_message
-from taskmesh.errors import DecodeError
+from taskmesh.errors import ConfigurationError, DecodeError
 from taskmesh.messages import DeadLetter, Failure, Message
+
+_ENTRY_ID = re.compile(r"\d{1,20}(-\d{1,20})?")
 
 
 async def dead_letters(partition: Partition, count: int = 100) -> list[DeadLetter]:
@@ -19,6 +23,21 @@ async def dead_letters(partition: Partition, count: int = 100) -> list[DeadLette
         rows = await partition.caller.command(partition.keys.tag, "XRANGE", key, "-", "+", "COUNT", count)
         letters += [_read(partition.keys.queue, entry, fields) for entry, fields in rows]
     return letters[:count]
+
+
+async def dead_letter(partition: Partition, entry: str) -> DeadLetter | None:
+    """The dead or parked message of that entry id; None when it is not there.
+
+    Raises:
+        ConfigurationError: that is no entry id.
+    """
+    if not _ENTRY_ID.fullmatch(entry):
+        raise ConfigurationError(f"{entry!r} is no entry id: they read like 1718000000000-0")
+    for key in (partition.keys.dead, partition.keys.parked):
+        rows = await partition.caller.command(partition.keys.tag, "XRANGE", key, entry, entry)
+        if rows:
+            return _read(partition.keys.queue, *rows[0])
+    return None
 
 
 async def count_dead(partition: Partition) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from redis.asyncio.connection import AbstractConnection
 
 from taskmesh.errors import BrokerError, BrokerFull, BrokerRefused, BrokerUnavailable
 
-Argument = bytes | str | int | float
+Argument = bytes | str | int | float | memoryview
 Command = tuple[Argument, ...]
 CONNECT_TIMEOUT = 5.0
 REPLY_TIMEOUT = 5.0

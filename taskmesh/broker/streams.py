@@ -234,6 +234,11 @@ class Partition:
             for entry_id, message, deliveries in rows
         ]
 
+    async def sweep(self) -> int:
+        """List consumers that hold entries without a lease; returns how many."""
+        keys = self.keys
+        return int(await self.caller.run(scripts.SWEEP, keys.tag, [*keys.lanes, keys.workers], (GROUP,)))
+
     async def hand_back(self, worker: bytes, entries: Sequence[tuple[Priority, bytes]]) -> int:
         """Give entries that were not started back to the group, uncounted."""
         keys = self.keys

@@ -28,7 +28,25 @@ from taskmesh.events import (
 )
 from taskmesh.messages import Status
 
-SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+SECONDS = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    300.0,
+)
 COUNTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0)
 
 
@@ -83,7 +101,9 @@ MEMORY_USED = _define("taskmesh_server_memory_used_bytes", _S, _G, "Memory that 
 MEMORY_LIMIT = _define("taskmesh_server_memory_limit_bytes", _S, _G, "Its limit; 0 is none.", ["server"])
 CLIENTS = _define("taskmesh_server_clients", _S, _G, "Connections that a server holds.", ["server"])
 SUBMITTED_BYTES = _define("taskmesh_submitted_bytes_total", _S, _C, "Bytes of accepted messages.", ["queue"])
-UPLINK_BYTES = _define("taskmesh_run_uplink_bytes_total", _S, _C, "Bytes of gradients as they were sent.", ["run"])
+UPLINK_BYTES = _define(
+    "taskmesh_run_uplink_bytes_total", _S, _C, "Bytes of gradients as they were sent.", ["run"]
+)
 DENSE_BYTES = _define(
     "taskmesh_run_dense_bytes_total", _S, _C, "Bytes that the same gradients have uncompressed.", ["run"]
 )
@@ -91,29 +111,45 @@ DENSE_BYTES = _define(
 SUBMITTED = _define("taskmesh_tasks_submitted_total", _F, _C, "Messages that the server accepted.", ["queue"])
 FETCHED = _define("taskmesh_deliveries_fetched_total", _F, _C, "Deliveries that workers received.", ["queue"])
 CLAIMED = _define(
-    "taskmesh_deliveries_claimed_total", _F, _C, "Deliveries taken over from the dead or handed back.", ["queue"]
+    "taskmesh_deliveries_claimed_total",
+    _F,
+    _C,
+    "Deliveries taken over from the dead or handed back.",
+    ["queue"],
 )
 SETTLED = _define(
     "taskmesh_tasks_settled_total", _F, _C, "Deliveries that ended, by how.", ["queue", "task", "status"]
 )
 DROPPED = _define("taskmesh_outcomes_dropped_total", _F, _C, "Outcomes that had lost their claim.", ["queue"])
-STRUCK_OFF = _define("taskmesh_workers_struck_off_total", _F, _C, "Times that a worker found itself struck off.")
+STRUCK_OFF = _define(
+    "taskmesh_workers_struck_off_total", _F, _C, "Times that a worker found itself struck off."
+)
 TASK_SECONDS = _define(
     "taskmesh_task_duration_seconds", _F, _H, "How long handlers ran.", ["queue", "task"], SECONDS
 )
-SETTLE_SECONDS = _define("taskmesh_settle_duration_seconds", _F, _H, "Settle round trips.", ["queue"], SECONDS)
-SETTLE_BATCH = _define("taskmesh_settle_batch_size", _F, _H, "Deliveries ended by one settle.", ["queue"], COUNTS)
+SETTLE_SECONDS = _define(
+    "taskmesh_settle_duration_seconds", _F, _H, "Settle round trips.", ["queue"], SECONDS
+)
+SETTLE_BATCH = _define(
+    "taskmesh_settle_batch_size", _F, _H, "Deliveries ended by one settle.", ["queue"], COUNTS
+)
 WAITING = _define("taskmesh_queue_waiting", _F, _G, "Messages that no worker has yet.", ["queue", "lane"])
 PENDING = _define("taskmesh_queue_pending", _F, _G, "Messages that workers hold.", ["queue", "lane"])
 DELAYED = _define("taskmesh_queue_delayed", _F, _G, "Messages that are due later.", ["queue"])
 DEAD = _define("taskmesh_queue_dead", _F, _G, "Dead letters.", ["queue"])
 PARKED = _define("taskmesh_queue_parked", _F, _G, "Messages whose task no live worker knows.", ["queue"])
 OLDEST_AGE = _define(
-    "taskmesh_queue_oldest_age_seconds", _F, _G, "Age of the oldest message that no worker has yet.", ["queue"]
+    "taskmesh_queue_oldest_age_seconds",
+    _F,
+    _G,
+    "Age of the oldest message that no worker has yet.",
+    ["queue"],
 )
 STEPS = _define("taskmesh_run_steps_total", _F, _C, "Training steps committed.", ["run"])
 STEP_SECONDS = _define("taskmesh_run_step_duration_seconds", _F, _H, "Plan to commit.", ["run"], SECONDS)
-SHARDS_REFUSED = _define("taskmesh_run_shards_refused_total", _F, _C, "Gradient shards that were not used.", ["run"])
+SHARDS_REFUSED = _define(
+    "taskmesh_run_shards_refused_total", _F, _C, "Gradient shards that were not used.", ["run"]
+)
 ROLLBACKS = _define("taskmesh_run_rollbacks_total", _F, _C, "Rollbacks.", ["run"])
 
 LOSS = _define("taskmesh_run_loss", _B, _G, "Loss of the last committed step.", ["run"])

@@ -17,124 +17,19 @@ from taskmesh.broker.streams import Partition
 from taskmesh.errors import BrokerError
 from taskmesh.keys import GROUP, RETURNED
 from taskmesh.messages import Priority
-from taskmesh.monitoring import metrics
-from taskmesh.monitoring.metrics import Samples
+from taskmesh.monitoring.status import (
+    LaneStatus,
+    MeshSnapshot,
+    QueueStatus,
+    RunStatus,
+    ServerStatus,
+    WorkerStatus,
+)
 from taskmesh.settings import MeshSettings
 from taskmesh.tasks import Registry
 
 Request = tuple[bytes, tuple[Argument, ...]]
 NODE_SECTIONS = ("INFO", "server", "memory", "clients")
-
-
-@dataclass(frozen=True, slots=True)
-class LaneStatus:
-    """One priority of a queue.
-
-    Attributes:
-        waiting: messages that no worker has yet, those handed back included.
-        pending: messages that workers hold.
-    """
-
-    lane: str
-    waiting: int
-    pending: int
-
-
-@dataclass(frozen=True, slots=True)
-class QueueStatus:
-    """One queue.
-
-    Attributes:
-        delayed: messages that are due later.
-        dead: dead letters.
-        parked: messages whose task no live worker knows.
-        oldest_age: seconds that the oldest waiting message has waited; None when none waits.
-    """
-
-    name: str
-    lanes: tuple[LaneStatus, ...]
-    delayed: int
-    dead: int
-    parked: int
-    oldest_age: float | None
-
-    @property
-    def waiting(self) -> int:
-        return sum(lane.waiting for lane in self.lanes)
-
-    @property
-    def pending(self) -> int:
-        return sum(lane.pending for lane in self.lanes)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """One incarnation of a worker that has not left.
-
-    Attributes:
-        holds: messages that it holds, over all its queues.
-        last_seen_age: seconds since its last heartbeat.
-        is_alive: heard of within the liveness TTL.
-    """
-
-    name: str
-    queues: tuple[str, ...]
-    holds: int
-    last_seen_age: float
-    is_alive: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ServerStatus:
-    """One node. ``role`` is "main" or "bulk"; a memory limit of 0 is none."""
-
-    name: str
-    role: str
-    version: str
-    memory_used_bytes: int
-    memory_limit_bytes: int
-    clients: int
-
-
-@dataclass(frozen=True, slots=True)
-class RunStatus:
-    """One training run, as its last commit left it."""
-
-    name: str
-    version: int
-    step: int
-    loss: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class MeshSnapshot:
-    """Everything at once. ``at_ms`` is Redis time."""
-
-    mesh: str
-    at_ms: int
-    queues: tuple[QueueStatus, ...]
-    workers: tuple[WorkerStatus, ...]
-    servers: tuple[ServerStatus, ...]
-    runs: tuple[RunStatus, ...]
-
-    def gauges(self) -> Samples:
-        """The same under the names of ``taskmesh.monitoring.metrics``."""
-        queues, servers, runs = self.queues, self.servers, self.runs
-        alive = sum(worker.is_alive for worker in self.workers)
-        return {
-            metrics.WORKERS_ALIVE: {(): alive},
-            metrics.MEMORY_USED: {(server.name,): server.memory_used_bytes for server in servers},
-            metrics.MEMORY_LIMIT: {(server.name,): server.memory_limit_bytes for server in servers},
-            metrics.CLIENTS: {(server.name,): server.clients for server in servers},
-            metrics.WAITING: {(queue.name, lane.lane): lane.waiting for queue in queues for lane in queue.lanes},
-            metrics.PENDING: {(queue.name, lane.lane): lane.pending for queue in queues for lane in queue.lanes},
-            metrics.DELAYED: {(queue.name,): queue.delayed for queue in queues},
-            metrics.DEAD: {(queue.name,): queue.dead for queue in queues},
-            metrics.PARKED: {(queue.name,): queue.parked for queue in queues},
-            metrics.OLDEST_AGE: {(queue.name,): queue.oldest_age or 0.0 for queue in queues},
-            metrics.VERSION: {(run.name,): run.version for run in runs},
-            metrics.LOSS: {(run.name,): run.loss for run in runs if run.loss is not None},
-        }
 
 
 class RunReader(Protocol):
@@ -163,6 +58,14 @@ class WatchedMesh(Protocol):
     def client(self) -> _Client: ...
 
 
+class EnterableMesh(WatchedMesh, Protocol):
+    """A Mesh that the watcher enters itself."""
+
+    async def __aenter__(self) -> object: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Lane:
     """What the first round trip tells of a lane."""
@@ -176,7 +79,7 @@ class _Lane:
 async def snapshot(mesh: WatchedMesh) -> MeshSnapshot:
     """Look at a Mesh that is entered (``async with mesh:``).
 
-    The counts of one queue belong to one moment; those of different queues may lie microseconds apart.
+    Its parts may lie microseconds apart: nothing is locked while it is read.
 
     Raises:
         ConfigurationError: the Mesh is not entered.
@@ -184,22 +87,16 @@ async def snapshot(mesh: WatchedMesh) -> MeshSnapshot:
     """
     client = mesh.client
     partitions = [client.partition(queue) for queue in mesh.registry.queues]
-    bulk = [] if client.bulk is client.caller else [_node_statuses(client.bulk, [b"time"], "bulk")]
-    queues, servers, *rest = await asyncio.gather(
+    main_tags = [b"time", *(partition.keys.tag for partition in partitions)]
+    bulk_tags = [] if client.bulk is client.caller else [b"time"]
+    (now_ms, queues, workers), main, bulk = await asyncio.gather(
         _queues(client.caller, partitions, mesh.settings.liveness_ttl),
-        _node_statuses(client.caller, [b"time", *(partition.keys.tag for partition in partitions)], "main"),
-        *bulk,
+        _node_statuses(client.caller, main_tags, "main"),
+        _node_statuses(client.bulk, bulk_tags, "bulk"),
     )
-    now_ms, queue_statuses, workers = queues
     runs = [await reader.status() for reader in mesh.runs.values()]
-    return MeshSnapshot(
-        mesh.name,
-        now_ms,
-        queue_statuses,
-        workers,
-        (*servers, *(server for more in rest for server in more)),
-        tuple(run for run in runs if run is not None),
-    )
+    known = tuple(run for run in runs if run is not None)
+    return MeshSnapshot(mesh.name, now_ms, queues, workers, (*main, *bulk), known)
 
 
 # queues and workers
@@ -312,13 +209,13 @@ async def _node_statuses(caller: Caller, tags: Sequence[bytes], role: str) -> li
     """Every node that serves one of the tags."""
     tags = list({caller.server.link(tag): tag for tag in tags}.values())
     statuses: dict[str, ServerStatus] = {}
-    for reply in await caller.read_many([(tag, NODE_SECTIONS) for tag in tags]):
+    replies = await caller.read_many([(tag, NODE_SECTIONS) for tag in tags])
+    for tag, reply in zip(tags, replies, strict=True):
         fields = _fields(_checked(reply))
-        name = fields.get("run_id", caller.server.where)
-        where = caller.server.where if not caller.server.is_cluster else f"port {fields.get('tcp_port', '?')}"
+        node = caller.server.node(tag)
         kind = "Valkey" if "valkey_version" in fields else "Redis"
-        statuses[name] = ServerStatus(
-            where,
+        statuses[node] = ServerStatus(
+            node,
             role,
             f"{kind} {fields.get('valkey_version') or fields.get('redis_version', '?')}",
             int(fields.get("used_memory", 0)),

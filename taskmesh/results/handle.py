@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from typing import Generic, TypeVar, overload
@@ -105,31 +106,24 @@ class Handle(Generic[R]):
         if self._outcome is None:
             if self._inbox is None:
                 raise ResultUnavailable(f"task {self._task.name!r} keeps no results (its result_ttl is 0)")
-            try:
-                async with asyncio.timeout(timeout):
-                    data = await self._wait(self._inbox)
-                    self._outcome = await self._decode(data)
-            except TimeoutError:
-                raise ResultTimeout(f"{self} has no outcome after {timeout:g} s") from None
+            data = await self._wait(self._inbox, timeout)
+            self._outcome = await self._decode(data)
         return self._outcome
 
-    async def _wait(self, inbox: Inbox) -> bytes:
-        waiting = asyncio.ensure_future(inbox.wait(self.id, self._own))
-        try:
-            while True:
-                await asyncio.wait(
-                    [waiting], timeout=max(1.0, self._submitted + self._ttl - time.monotonic())
-                )
-                if waiting.done():
-                    return waiting.result()
-                if await self._is_gone():
-                    raise ResultUnavailable(
-                        f"the record of {self} has expired ({self._ttl:g} s after it ended)"
-                    )
-        finally:
-            if not waiting.done():
-                waiting.cancel()
-                inbox.forget(self.id)
+    async def _wait(self, inbox: Inbox, timeout: float | None) -> bytes:
+        loop = asyncio.get_running_loop()
+        give_up_at = math.inf if timeout is None else loop.time() + timeout
+        look_at = loop.time() + max(1.0, self._submitted + self._ttl - time.monotonic())
+        while True:
+            try:
+                async with asyncio.timeout_at(min(give_up_at, look_at)):
+                    return await inbox.wait(self.id, self._own)
+            except TimeoutError:
+                if loop.time() >= give_up_at:
+                    raise ResultTimeout(f"{self} has no outcome after {timeout:g} s") from None
+            if await self._is_gone():
+                raise ResultUnavailable(f"the record of {self} has expired ({self._ttl:g} s after it ended)")
+            look_at = loop.time() + max(1.0, self._ttl)
 
     async def _is_gone(self) -> bool:
         """Whether the message has ended so long ago that its record has expired."""

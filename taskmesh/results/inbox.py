@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from taskmesh.broker.caller import pause_before
 from taskmesh.broker.streams import Partition
-from taskmesh.errors import BrokerError
+from taskmesh.errors import BrokerError, ResultUnavailable
 from taskmesh.settings import MIB
 
 log = logging.getLogger("taskmesh.results")
@@ -24,8 +24,23 @@ UPKEEP_SECONDS = 5.0
 UPKEEP_ENTRIES = 256
 MAX_RECENT = 20_000
 MAX_RECENT_BYTES = 32 * MIB
-FIRST_RECHECK = 1.0
+RECHECK_AFTER = 1.0
 LONGEST_RECHECK = 10.0
+POLL_AFTER = 0.02
+LONGEST_POLL = 0.5
+LOOKS_AT_ONCE = 500
+
+
+class _Wait:
+    """Somebody waiting for one outcome, and when the record is looked at next."""
+
+    __slots__ = ("due", "future", "longest", "pause")
+
+    def __init__(self, future: asyncio.Future[bytes], now: float, pause: float, longest: float) -> None:
+        self.future = future
+        self.pause = pause
+        self.longest = longest
+        self.due = now + pause
 
 
 class Inbox:
@@ -35,11 +50,13 @@ class Inbox:
         self._partition = partition
         self._key = partition.keys.replies(producer)
         self._link = partition.caller.server.dedicated(partition.keys.tag)
-        self._waiting: dict[str, asyncio.Future[bytes]] = {}
+        self._waits: dict[str, list[_Wait]] = {}
         self._recent: OrderedDict[str, bytes] = OrderedDict()
         self._recent_bytes = 0
         self._evicted = False
         self._reader: asyncio.Task[None] | None = None
+        self._looker: asyncio.Task[None] | None = None
+        self._look_now = asyncio.Event()
         self._opening = asyncio.Lock()
 
     async def open(self) -> None:
@@ -52,44 +69,84 @@ class Inbox:
                 self._reader = asyncio.create_task(self._read(last), name="taskmesh inbox")
 
     async def close(self) -> None:
-        """Stop reading. What still waits goes on by its own looks at the record."""
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
+        """Stop reading; whoever still waits gets ResultUnavailable."""
+        tasks = [task for task in (self._reader, self._looker) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for waits in self._waits.values():
+            for wait in waits:
+                if not wait.future.done():
+                    wait.future.set_exception(ResultUnavailable("the Mesh was left before the outcome came"))
+        self._waits.clear()
         await self._link.close()
-
-    def future(self, message_id: str) -> asyncio.Future[bytes]:
-        """Resolves with the outcome's bytes when they are pushed, or found by ``recheck``."""
-        future = self._waiting.get(message_id)
-        if future is None or future.cancelled():
-            future = asyncio.get_running_loop().create_future()
-            data = self._recent.get(message_id)
-            if data is not None:
-                future.set_result(data)
-            else:
-                self._waiting[message_id] = future
-        return future
 
     async def wait(self, message_id: str, pushed_here: bool = True) -> bytes:
         """The outcome's bytes, however long it takes; cancel it to stop waiting.
 
         ``pushed_here`` says that this client submitted the message, so that the outcome will be pushed to it.
         """
-        future = self.future(message_id)
-        pause = FIRST_RECHECK if pushed_here and not self._evicted else 0.0
-        while not future.done():
-            if pause:
-                await asyncio.wait([future], timeout=pause)
-            if not future.done():
-                await self.recheck([message_id])
-            pause = min(
-                LONGEST_RECHECK if pushed_here else 0.5,
-                max(FIRST_RECHECK if pushed_here else 0.02, pause * 2),
-            )
-        return future.result()
+        data = self._recent.get(message_id)
+        if data is not None:
+            return data
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[bytes] = loop.create_future()
+        if pushed_here:
+            # A push that was evicted unread will not come again: look at once.
+            wait = _Wait(future, loop.time(), 0.0 if self._evicted else RECHECK_AFTER, LONGEST_RECHECK)
+        else:
+            wait = _Wait(future, loop.time(), 0.0, LONGEST_POLL)
+        waits = self._waits.setdefault(message_id, [])
+        waits.append(wait)
+        if self._looker is None:
+            self._looker = asyncio.create_task(self._look_again(), name="taskmesh inbox looks")
+        if not wait.pause:
+            self._look_now.set()
+        try:
+            return await future
+        finally:
+            if wait in waits:
+                waits.remove(wait)
+            if not waits:
+                self._waits.pop(message_id, None)
 
-    async def recheck(self, message_ids: Sequence[str]) -> None:
-        """Look at the records of outcomes whose push may have been missed."""
+    def _deliver(self, message_id: str, data: bytes) -> None:
+        for wait in self._waits.pop(message_id, ()):
+            if not wait.future.done():
+                wait.future.set_result(data)
+        if message_id in self._recent:
+            return
+        self._recent[message_id] = data
+        self._recent_bytes += len(data)
+        while len(self._recent) > MAX_RECENT or self._recent_bytes > MAX_RECENT_BYTES:
+            _, evicted = self._recent.popitem(last=False)
+            self._recent_bytes -= len(evicted)
+            self._evicted = True
+
+    async def _look_again(self) -> None:
+        """Look at the records of those who have waited long: their push may have been missed."""
+        loop = asyncio.get_running_loop()
+        while True:
+            now = loop.time()
+            due: list[str] = []
+            soonest = now + RECHECK_AFTER
+            for message_id, waits in self._waits.items():
+                for wait in waits:
+                    if wait.due <= now:
+                        due.append(message_id)
+                        wait.pause = min(wait.longest, max(POLL_AFTER, wait.pause * 2))
+                        wait.due = now + wait.pause
+                    soonest = min(soonest, wait.due)
+            for first in range(0, len(due), LOOKS_AT_ONCE):
+                await self._look(due[first : first + LOOKS_AT_ONCE])
+            self._look_now.clear()
+            try:
+                async with asyncio.timeout_at(max(soonest, now + POLL_AFTER / 2)):
+                    await self._look_now.wait()
+            except TimeoutError:
+                pass
+
+    async def _look(self, message_ids: Sequence[str]) -> None:
         keys = self._partition.keys
         try:
             replies = await self._partition.caller.server.link(keys.tag).call_many(
@@ -101,23 +158,6 @@ class Inbox:
         for message_id, data in zip(message_ids, replies, strict=True):
             if isinstance(data, bytes):
                 self._deliver(message_id, data)
-
-    def forget(self, message_id: str) -> None:
-        """Nobody waits for it any more."""
-        self._waiting.pop(message_id, None)
-
-    def _deliver(self, message_id: str, data: bytes) -> None:
-        future = self._waiting.pop(message_id, None)
-        if future is not None and not future.done():
-            future.set_result(data)
-        if message_id in self._recent:
-            return
-        self._recent[message_id] = data
-        self._recent_bytes += len(data)
-        while len(self._recent) > MAX_RECENT or self._recent_bytes > MAX_RECENT_BYTES:
-            _, evicted = self._recent.popitem(last=False)
-            self._recent_bytes -= len(evicted)
-            self._evicted = True
 
     async def _make_stream(self) -> bytes:
         tag = self._partition.keys.tag
@@ -147,7 +187,7 @@ class Inbox:
                     upkeep_at, entries_since = loop.time() + UPKEEP_SECONDS, 0
                     if replies[1] == 0:  # the server has forgotten the stream
                         last = await self._make_stream()
-                        await self._recheck_all()
+                        await self._look_at_all()
                         continue
                 failures = 0
             except BrokerError as error:
@@ -159,7 +199,7 @@ class Inbox:
                     self._link.drop("lost")
                 else:
                     await self._try_refresh()
-                await self._recheck_all()
+                await self._look_at_all()
                 continue
             if not replies[-1]:
                 continue
@@ -168,6 +208,7 @@ class Inbox:
                 entries_since += 1
                 for place in range(0, len(fields), 2):
                     self._deliver(fields[place].decode(), fields[place + 1])
+            await asyncio.sleep(0)  # who waited goes first
 
     async def _try_refresh(self) -> None:
         try:
@@ -175,7 +216,7 @@ class Inbox:
         except BrokerError as error:
             log.debug("topology: %s", error)
 
-    async def _recheck_all(self) -> None:
-        waiting = list(self._waiting)
-        for first in range(0, len(waiting), 500):
-            await self.recheck(waiting[first : first + 500])
+    async def _look_at_all(self) -> None:
+        waiting = list(self._waits)
+        for first in range(0, len(waiting), LOOKS_AT_ONCE):
+            await self._look(waiting[first : first + LOOKS_AT_ONCE])

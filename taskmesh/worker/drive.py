@@ -21,19 +21,22 @@ def drive(coroutine: Coroutine[Any, Any, T], on_suspend: Callable[[], None]) -> 
     send = coroutine.send
     try:
         yielded = run(send, None)
+        on_suspend()
+        while True:
+            try:
+                value = yield yielded
+            except GeneratorExit as closed:  # the loop is gone, and with it whoever could act on an ending
+                run(coroutine.close)
+                raise LoopGone from closed
+            except BaseException as error:
+                yielded = run(coroutine.throw, error)
+            else:
+                yielded = run(send, value)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
-    on_suspend()
-    while True:
-        try:
-            value = yield yielded
-        except BaseException as error:
-            try:
-                yielded = run(coroutine.throw, error)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-        else:
-            try:
-                yielded = run(send, value)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
+    except GeneratorExit as error:
+        raise RuntimeError("the handler raised GeneratorExit") from error
+
+
+class LoopGone(BaseException):
+    """The event loop was closed under a handler."""

@@ -48,6 +48,13 @@ class Endings:
         for settler in self._settlers.values():
             await settler.drained()
 
+    def close(self) -> None:
+        """Settle nothing more."""
+        for upload in self._uploads:
+            upload.cancel()
+        for settler in self._settlers.values():
+            settler.close()
+
     def succeeded(self, delivery: Delivery, value: Any, seconds: float) -> None:
         """The handler returned."""
         task, message = delivery.task, delivery.message
@@ -58,7 +65,7 @@ class Endings:
             return
         try:
             outcome = encode_success(value)
-        except (TypeError, ValueError, OverflowError) as error:
+        except Exception as error:  # whatever a user's own type raises on its way to the wire
             raised = TypeError(f"the result of task {task.name!r} cannot travel: {error}")
             self.failed(delivery, raised, seconds, final=True)
             return
@@ -88,6 +95,8 @@ class Endings:
         verdict = judge(error, message.attempt, task.options.retry, self._draw())
         if verdict.delay is not None and not final:
             again = msgspec.structs.replace(message, attempt=message.attempt + 1)
+            if message.blob_chunks:  # they stay where they lie
+                again = msgspec.structs.replace(again, args=(), kwargs={})
             arguments = (encode_message(again), int(verdict.delay * 1000))
             self._settle(
                 delivery, "R", arguments, Ending(task.name, Status.RETRIED.value, seconds), keep_blobs=True

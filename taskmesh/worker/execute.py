@@ -16,18 +16,19 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from taskmesh.errors import InvalidArguments
 from taskmesh.messages import Priority, Status
 from taskmesh.settings import WorkerSettings
 from taskmesh.tasks import Call, Context, Middleware, Next, TaskDefinition
 from taskmesh.worker.batching import Batcher
 from taskmesh.worker.deliveries import Delivery
-from taskmesh.worker.drive import drive
+from taskmesh.worker.drive import LoopGone, drive
 from taskmesh.worker.endings import Endings
 from taskmesh.worker.middleware import compose
 
 log = logging.getLogger("taskmesh.worker")
 TIME_SLICE = 0.002
+# By lane: so often others go first before it has its turn.
+PATIENCE = {Priority.HIGH: 0, Priority.NORMAL: 4, Priority.LOW: 16}
 
 
 class Run:
@@ -69,6 +70,7 @@ class Executor:
         self._worker = worker
         self._on_room = on_room
         self._ready: tuple[deque[Delivery], ...] = tuple(deque() for _ in Priority)
+        self._passed_over = [0 for _ in Priority]
         self._runs: set[Run] = set()
         self._runners: set[asyncio.Task[None]] = set()
         self._starting = 0
@@ -108,10 +110,21 @@ class Executor:
         self._starting += count
 
     def _next(self) -> Delivery | None:
-        for ready in self._ready:
-            if ready:
-                return ready.popleft()
-        return None
+        """The most urgent, unless a lane has been passed over so often that it is its turn."""
+        chosen: Priority | None = None
+        for lane, ready in zip(Priority, self._ready, strict=True):
+            if not ready:
+                continue
+            if chosen is None:
+                chosen = lane
+                continue
+            self._passed_over[lane] += 1
+            if self._passed_over[lane] > PATIENCE[lane]:
+                chosen = lane
+        if chosen is None:
+            return None
+        self._passed_over[chosen] = 0
+        return self._ready[chosen].popleft()
 
     async def _runner(self) -> None:
         slice_end = time.monotonic() + TIME_SLICE
@@ -164,7 +177,7 @@ class Executor:
         timeout = task.options.timeout
         try:
             args, kwargs = task.signature.convert(message.args, message.kwargs)
-        except InvalidArguments as error:
+        except Exception as error:  # InvalidArguments, or whatever a user's own type raises
             self._endings.failed(delivery, error, 0.0, final=True)
             return False
         context: Context | None = None
@@ -185,9 +198,11 @@ class Executor:
         except Exception as error:
             if run is None or delivery.order not in run.ended:
                 self._endings.failed(delivery, error, time.monotonic() - started)
+        except LoopGone:
+            return True
         except BaseException as error:
             self._endings.failed(delivery, error, time.monotonic() - started, final=True)
-            if not isinstance(error, SystemExit):
+            if isinstance(error, KeyboardInterrupt):
                 raise
         else:
             if run is None or delivery.order not in run.ended:
@@ -252,7 +267,7 @@ class Executor:
             self._threads = ThreadPoolExecutor(self._settings.concurrency, thread_name_prefix="taskmesh")
         run = contextvars.copy_context().run
         return await asyncio.get_running_loop().run_in_executor(
-            self._threads, functools.partial(run, task.function, *call.args, **kwargs)
+            self._threads, functools.partial(run, _call_in_thread, task.function, *call.args, **kwargs)
         )
 
     # batches
@@ -287,7 +302,7 @@ class Executor:
             try:
                 args, _ = task.signature.convert(delivery.message.args, delivery.message.kwargs)
                 items.append((delivery, args[0]))
-            except InvalidArguments as error:
+            except Exception as error:
                 self._endings.failed(delivery, error, 0.0, final=True)
         try:
             if items:
@@ -341,20 +356,22 @@ class Executor:
         run.reason = reason
         if run.context is not None:
             run.context._cancelled.set()
-        if run.in_thread:
-            if reason != "drain":
-                for delivery in run.deliveries:
-                    self._stopped(run, delivery, asyncio.CancelledError())
-                    run.ended.add(delivery.order)
-                log.warning(
-                    "%s: it runs in a thread and cannot be stopped; its slot stays taken",
-                    run.deliveries[0].task,
-                )
+        if run.in_thread and reason != "drain":
+            for delivery in run.deliveries:
+                self._stopped(run, delivery, asyncio.CancelledError())
+                run.ended.add(delivery.order)
+            log.warning(
+                "%s: it runs in a thread and cannot be stopped; its slot stays taken",
+                run.deliveries[0].task,
+            )
         elif run.task is not None:
             run.task.cancel()
 
-    def cancel(self, delivery: Delivery) -> None:
-        """Someone wants this message cancelled: drop it if it has not started, stop it if it runs."""
+    def cancel(self, delivery: Delivery) -> bool:
+        """Someone wants this message cancelled: drop it if it has not started, stop it if it runs.
+
+        False when it is not here: its arguments are still on their way, or it has ended.
+        """
         for run in self._runs:
             if delivery in run.deliveries:
                 if len(run.deliveries) == 1:
@@ -362,9 +379,11 @@ class Executor:
                 elif delivery.order not in run.ended:
                     run.ended.add(delivery.order)  # the rows beside it go on
                     self._endings.dropped(delivery, Status.CANCELLED)
-                return
+                return True
         if self._remove(delivery):
             self._endings.dropped(delivery, Status.CANCELLED)
+            return True
+        return False
 
     def _remove(self, delivery: Delivery) -> bool:
         ready = self._ready[delivery.lane]
@@ -386,20 +405,40 @@ class Executor:
         """Seconds that the delivery that has waited longest for a slot has waited."""
         return max((now - ready[0].arrived for ready in self._ready if ready), default=0.0)
 
-    async def drain(self, timeout: float) -> list[Delivery]:
-        """Wait for the handlers under way, then cancel them; returns the deliveries that did not finish."""
+    def add_middleware(self, middleware: Middleware) -> None:
+        """One more, innermost."""
+        self._middlewares.append(middleware)
+        self._calls.clear()
+
+    def abandon(self) -> None:
+        """Forget what waits and cut off what runs."""
+        self.take_waiting()
+        for run in list(self._runs):
+            self.stop(run, "drain")
+        for runner in self._runners:
+            runner.cancel()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def drain(self, timeout: float) -> None:
+        """Wait for the handlers under way, then cancel them. One that swallows even that is left behind."""
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + timeout
         while self._runners and loop.time() < give_up_at:
             await asyncio.wait(self._runners, timeout=max(0.0, give_up_at - loop.time()))
-        unfinished = [delivery for run in self._runs for delivery in run.deliveries]
         for run in list(self._runs):
             self.stop(run, "drain")
         if self._runners:
             await asyncio.wait(self._runners, timeout=1.0)
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
-        return unfinished
+
+
+def _call_in_thread(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except StopIteration as error:  # no future can carry it, and its awaiter would wait for ever
+        raise RuntimeError("the handler raised StopIteration") from error
 
 
 def _nothing() -> None:

@@ -30,9 +30,9 @@ class Intake(Protocol):
 
     worker: bytes
 
-    def room(self) -> int: ...
+    def room(self, source: Source) -> int: ...
 
-    async def wait_for_room(self) -> None: ...
+    async def wait_for_room(self, source: Source) -> None: ...
 
     def take_in(self, source: Source, entries: Sequence[Entry], now_ms: int) -> None: ...
 
@@ -55,17 +55,25 @@ class Fetcher:
 
     async def run(self) -> None:
         """Fetch until ``stop``; ends only between two fetches."""
+        try:
+            await self._fetch_all()
+        finally:
+            await self._link.close()
+
+    async def _fetch_all(self) -> None:
         idle = False
         failures = 0
         while not self._stopping:
-            room = self._intake.room()
+            room = self._intake.room(self._source)
             if room < 1:
-                await self._intake.wait_for_room()
+                await self._intake.wait_for_room(self._source)
                 continue
             try:
-                count = await self._fetch(room, idle)
-                idle = count == 0
+                idle = not await self._fetch(room, idle)
                 failures = 0
+                # What was brought goes first: its runner starts, and what it ends at once is settled.
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
             except NoGroup:
                 await self._recover(self._intake.rejoin(self._source))
                 idle = False
@@ -83,7 +91,6 @@ class Fetcher:
                 if isinstance(error, Moved):
                     self._link.drop("moved")
                 await self._recover(self._adopt())
-        await self._link.close()
 
     async def _recover(self, step: Coroutine[Any, Any, None]) -> None:
         try:
@@ -92,15 +99,17 @@ class Fetcher:
             log.debug("queue %s: %s", self._source.queue, error)
             await asyncio.sleep(pause_before(2))
 
-    async def _fetch(self, room: int, idle: bool) -> int:
+    async def _fetch(self, room: int, idle: bool) -> bool:
+        """One fetch; True when there may be more where it came from."""
         source, worker = self._source, self._intake.worker
         keys = source.keys
         quotas = lane_quotas(room, self._turn)
+        asked = max(1, room // 16) if idle else room
         if idle:
-            read = self._partition.wait_command(worker, max(1, room // 16), BLOCK_MS)
+            read = self._partition.wait_command(worker, asked, BLOCK_MS)
             timeout = BLOCK_MS / 1000 + REPLY_MARGIN
         else:
-            read = self._partition.fetch_command(worker, room, quotas)
+            read = self._partition.fetch_command(worker, asked, quotas)
             timeout = REPLY_MARGIN
         # The control stream is read right behind the delivery: whoever was cancelled before it is known here.
         control = ("XREAD", "COUNT", 1000, "STREAMS", keys.control, source.last_control)
@@ -117,7 +126,7 @@ class Fetcher:
             self._turn += len(entries)
             now_ms = int(time[0]) * 1000 + int(time[1]) // 1000 + self._partition.caller.clock.offset_ms
             self._intake.take_in(source, entries, now_ms)
-        return len(entries)
+        return len(entries) >= asked
 
     async def _adopt(self) -> None:
         """Take in what the server delivered and this worker never saw."""
@@ -136,12 +145,16 @@ class Fetcher:
         log.info("queue %s: adopted %d deliveries after an error", self._source.queue, len(fresh))
         self._intake.take_in(self._source, fresh, now_ms)
 
-    async def stop(self) -> None:
-        """Let the fetch under way come back, at once where the server can be told to."""
+    def stop(self) -> None:
+        """End after the fetch under way; ``unblock`` hastens it."""
         self._stopping = True
-        if self._client is not None:
-            try:
-                caller = self._partition.caller
-                await caller.server.link(self._source.keys.tag).call("CLIENT", "UNBLOCK", self._client[1])
-            except BrokerError:
-                self._link.drop("stopped")
+
+    async def unblock(self) -> None:
+        """Let a blocking read come back now."""
+        if self._client is None:
+            return
+        try:
+            link = self._partition.caller.server.link(self._source.keys.tag)
+            await link.call("CLIENT", "UNBLOCK", self._client[1])
+        except BrokerError:
+            self._link.drop("stopped")

@@ -84,9 +84,13 @@ class Heartbeat(threading.Thread):
                 _disconnect(lost)
             return False
 
-    def stop(self) -> None:
-        """End the thread; the lease then runs out, unless the worker has left."""
+    def end(self) -> None:
+        """Renew nothing more: the lease runs out, unless the worker has left. Does not wait for the thread."""
         self._ended.set()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self.end()
         self.join(timeout=self._interval * 2 + 1)
 
 

@@ -7,19 +7,24 @@ class Pace:
     """Completions a second while there is work, smoothed over windows of at least 5 ms."""
 
     WINDOW = 0.005
+    LONGEST_GAP = 0.25
 
     def __init__(self, horizon: float, most: int) -> None:
         self._horizon = horizon
         self._most = most
         self._rate = 0.0
         self._count = 0
-        self._since: float | None = None
+        self._since = 0.0
+        self._last = 0.0
 
     def ended(self, count: int, now: float) -> None:
         """So many deliveries ended."""
-        if self._since is None:
-            self._since = now
+        if now - self._last > self.LONGEST_GAP:
+            # After a pause without endings, the pause says nothing about the work.
+            self._since, self._count, self._last = now, 0, now
+            return
         self._count += count
+        self._last = now
         elapsed = now - self._since
         if elapsed >= self.WINDOW:
             rate = self._count / elapsed
@@ -27,11 +32,6 @@ class Pace:
             self._rate = rate if rate < self._rate else 0.5 * (self._rate + rate)
             self._count = 0
             self._since = now
-
-    def idle(self) -> None:
-        """There was nothing to do: the time until the next ending says nothing about the work."""
-        self._since = None
-        self._count = 0
 
     @property
     def ahead(self) -> int:

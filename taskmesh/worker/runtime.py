@@ -21,7 +21,7 @@ from taskmesh.broker import blobs
 from taskmesh.broker.scripts import FETCH, SETTLE
 from taskmesh.broker.streams import Partition
 from taskmesh.errors import BrokerError, DecodeError
-from taskmesh.events import Event, Fetched, Observers, Settled, WorkerLost
+from taskmesh.events import Fetched, Observer, Observers, WorkerLost
 from taskmesh.messages import Entry, Status
 from taskmesh.settings import MeshSettings, WorkerSettings
 from taskmesh.tasks import Middleware, Registry
@@ -37,6 +37,7 @@ from taskmesh.worker.upkeep import Upkeep
 
 log = logging.getLogger("taskmesh.worker")
 TICK = 0.1
+BATCHES_AHEAD = 2
 _ENGINE_FILES = (drive.__file__, execute.__file__, middleware.__file__, endings.__file__)
 
 
@@ -65,13 +66,14 @@ class Worker:
         self._registry = registry
         self._mesh_settings = mesh_settings
         self._settings = settings
-        self._observers = observers
+        self._observers = Observers([observers])
         self._sources = [Source(partition) for partition in partitions]
         self._endings = Endings(mesh_settings, _ENGINE_FILES)
         self._executor = Executor(
             settings, self._endings, list(middlewares), lambda: self.worker.decode(), self._room_changed
         )
         self._pace = Pace(settings.fetch_ahead, settings.max_fetch)
+        self._rows = {source: self._rows_per_slot(source.queue) for source in self._sources}
         self._settlers: dict[Source, Settler] = {}
         self._fetchers: dict[Source, Fetcher] = {}
         self._upkeeps: dict[Source, Upkeep] = {}
@@ -93,15 +95,23 @@ class Worker:
         Raises:
             BrokerError: the server cannot be reached or refuses.
         """
-        observer = _PaceKeeper(self._pace)
-        self._observers.add(observer)
+        try:
+            await self._enter()
+        except BaseException:
+            await self.stop(0.0)  # it may have entered some of the queues
+            raise
+        self._serve()
+
+    async def _enter(self) -> None:
         for source in self._sources:
             await self._join(source)
             await source.partition.caller.load(source.keys.tag, [FETCH, SETTLE])
-            self._settlers[source] = Settler(source, self.worker, self._observers)
+            self._settlers[source] = Settler(source, self.worker, self._observers, self._pace)
             self._endings.serve(source, self._settlers[source])
             self._fetchers[source] = Fetcher(source, self)
             self._upkeeps[source] = Upkeep(source, self, self._mesh_settings.liveness_ttl, self._observers)
+
+    def _serve(self) -> None:
         loop = asyncio.get_running_loop()
         self._heartbeat = Heartbeat(
             self._sources,
@@ -129,31 +139,61 @@ class Worker:
             return
         self._stopping = True
         give_up_after = self._settings.drain_timeout if timeout is None else timeout
+        give_up_at = time.monotonic() + give_up_after
         self._room.set()
-        for fetcher in self._fetchers.values():
-            await fetcher.stop()
-        if self._fetching:
-            await asyncio.wait(self._fetching, timeout=5.0)
+        await self._stop_fetching()
+        for download in list(self._downloads):
+            download.cancel()
         await self._hand_back(self._executor.take_waiting())
-        unfinished = await self._executor.drain(give_up_after)
+        await self._executor.drain(give_up_at - time.monotonic())
         try:
-            async with asyncio.timeout(max(2.0, give_up_after)):
+            async with asyncio.timeout(max(2.0, give_up_at - time.monotonic())):
                 await self._endings.drained()
         except TimeoutError:
             log.error("the server is away: outcomes that it has not heard of are left to the next worker")
-        held = [d for d in unfinished if d.entry in d.source.held[d.lane]]
-        await self._hand_back(held)
-        for task in [*self._loops, *self._fetching, *self._downloads, *self._rejoining.values()]:
-            task.cancel()
-        await asyncio.gather(*self._loops, *self._fetching, return_exceptions=True)
+        self._endings.close()
+        await _end(self._background())
         for source in self._sources:
             try:
+                await self._hand_back_rest(source)
                 await source.partition.leave(self.worker)
             except BrokerError as error:
                 log.warning("queue %s: leaving: %s", source.queue, error)
         if self._heartbeat is not None:
             await asyncio.to_thread(self._heartbeat.stop)
         log.info("worker %s has stopped", self.worker.decode())
+
+    def abandon(self) -> None:
+        """End without a word, as if the process had been killed: nothing is finished, settled or handed back.
+
+        The lease runs out, and others take the work over. Handlers in threads run on; their results are dropped.
+        """
+        self._stopping = True
+        if self._heartbeat is not None:
+            self._heartbeat.end()
+        self._executor.abandon()
+        self._endings.close()
+        for task in self._background():
+            task.cancel()
+
+    def watch_with(self, middleware: Middleware, observer: Observer) -> None:
+        """Add an innermost middleware and an observer to this worker alone. For tests."""
+        self._executor.add_middleware(middleware)
+        self._observers.add(observer)
+
+    def _background(self) -> list[asyncio.Task[None]]:
+        return [*self._fetching, *self._loops, *self._downloads, *self._rejoining.values()]
+
+    async def _stop_fetching(self) -> None:
+        for fetcher in self._fetchers.values():
+            fetcher.stop()
+        left: set[asyncio.Task[None]] = set(self._fetching)
+        tries = 0
+        while left and tries < 100:
+            # More than once: a fetch may be about to block when the first word reaches the server.
+            await asyncio.gather(*(fetcher.unblock() for fetcher in self._fetchers.values()))
+            _, left = await asyncio.wait(left, timeout=0.05)
+            tries += 1
 
     async def __aenter__(self) -> Worker:
         await self.start()
@@ -164,15 +204,18 @@ class Worker:
 
     # what the fetchers and the upkeep ask and bring
 
-    def room(self) -> int:
-        """Deliveries that are welcome now."""
+    def room(self, source: Source) -> int:
+        """Deliveries of a partition that are welcome now."""
         if self._stopping:
             return 0
-        return self._executor.free + self._pace.ahead
+        free = self._executor.free
+        if free > 0:
+            free = max(free, min(free, BATCHES_AHEAD) * self._rows[source])
+        return min(free + self._pace.ahead, self._settings.max_fetch)
 
-    async def wait_for_room(self) -> None:
+    async def wait_for_room(self, source: Source) -> None:
         self._room.clear()
-        if self.room() < 1 and not self._stopping:
+        if self.room(source) < 1 and not self._stopping:
             await self._room.wait()
 
     def _room_changed(self) -> None:
@@ -222,10 +265,8 @@ class Worker:
                 source.last_control = entry_id
             if kind == b"cancel":
                 message_id = value.decode()
-                held = list(source.find(message_id))
-                for delivery in held:
-                    self._executor.cancel(delivery)
-                if not held:
+                stopped = [self._executor.cancel(delivery) for delivery in source.find(message_id)]
+                if not any(stopped):
                     source.cancelled.add(message_id)
             elif kind == b"due":
                 self._upkeeps[source].poke_promoter()
@@ -266,11 +307,27 @@ class Worker:
         except (DecodeError, TypeError, ValueError) as error:
             self._endings.failed(delivery, error, 0.0, final=True)
             return
+        if message.id in delivery.source.cancelled:
+            delivery.source.cancelled.discard(message.id)
+            self._endings.dropped(delivery, Status.CANCELLED)
+            return
         delivery.message = msgspec.structs.replace(message, args=tuple(args), kwargs=kwargs)
         self._executor.accept(delivery)
         self._executor.dispatch()
 
+    def _rows_per_slot(self, queue: str) -> int:
+        """How many deliveries of a queue fit into one slot: a batch where all its tasks gather batches."""
+        batches = [task.options.batch for task in self._registry if task.options.queue == queue]
+        return min((batch.max_rows if batch else 1 for batch in batches), default=1)
+
     # giving back
+
+    async def _hand_back_rest(self, source: Source) -> None:
+        """At the end: whatever the server still holds for this worker, whether it was ever seen here or not."""
+        pending = await source.partition.own_pending(self.worker)
+        entries = [(lane, entry_id) for lane, entry_id, _ in pending]
+        for first in range(0, len(entries), 500):
+            await source.partition.hand_back(self.worker, entries[first : first + 500])
 
     async def _hand_back(self, deliveries: Sequence[Delivery]) -> None:
         for source in self._sources:
@@ -317,6 +374,8 @@ class Worker:
         log.warning("worker %s was struck off; it goes on as %s", old.decode(), self.worker.decode())
         self._observers.emit(WorkerLost(old.decode()))
         self._executor.take_waiting()
+        for download in list(self._downloads):
+            download.cancel()
         for each in self._sources:
             for lane in each.held:
                 lane.clear()
@@ -333,15 +392,10 @@ class Worker:
             self._rejoining.pop(source, None)
 
 
-class _PaceKeeper:
-    """Feeds the pace from the settled events."""
-
-    def __init__(self, pace: Pace) -> None:
-        self._pace = pace
-
-    def on_event(self, event: Event) -> None:
-        if isinstance(event, Settled):
-            self._pace.ended(len(event.endings), time.monotonic())
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _later(a: bytes, b: bytes) -> bool:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from operator import attrgetter
 
 from taskmesh.broker.caller import pause_before
-from taskmesh.broker.link import Moved, NoGroup
+from taskmesh.broker.link import Argument, Moved, NoGroup
 from taskmesh.broker.scripts import SETTLE
 from taskmesh.broker.streams import MAX_SETTLE, Settlement
 from taskmesh.errors import BrokerError, BrokerUnavailable
 from taskmesh.events import Ending, Observers, Settled
 from taskmesh.messages import Priority
 from taskmesh.worker.deliveries import Source
+from taskmesh.worker.pace import Pace
 
 log = logging.getLogger("taskmesh.worker")
 SLOTS = 16
@@ -30,7 +32,7 @@ class _Call:
     __slots__ = ("batch", "command", "lane")
 
     def __init__(
-        self, lane: Priority, batch: list[Settlement], command: tuple[bytes | str | int | float, ...]
+        self, lane: Priority, batch: list[Settlement], command: tuple[Argument, ...]
     ) -> None:
         self.lane = lane
         self.batch = batch
@@ -40,18 +42,22 @@ class _Call:
 class Settler:
     """Settles for one partition. ``add`` never waits; ``drained`` waits for the server's word on all of it."""
 
-    def __init__(self, source: Source, worker: bytes, observers: Observers) -> None:
+    def __init__(self, source: Source, worker: bytes, observers: Observers, pace: Pace) -> None:
         self.worker = worker
         self._source = source
         self._observers = observers
+        self._pace = pace
         self._gathered: tuple[list[Settlement], ...] = tuple([] for _ in Priority)
         self._endings: list[Ending] = []
         self._number = 0
         self._flushing: asyncio.Task[None] | None = None
+        self._closed = False
         self.settled = 0
 
     def add(self, lane: Priority, settlement: Settlement, ending: Ending) -> None:
         """End a delivery, soon."""
+        if self._closed:
+            return
         self._gathered[lane].append(settlement)
         self._endings.append(ending)
         if self._flushing is None:
@@ -62,19 +68,29 @@ class Settler:
         while self._flushing is not None:
             await asyncio.wait([self._flushing])
 
+    def close(self) -> None:
+        """Settle nothing more: what is not settled yet stays pending, for others to find."""
+        self._closed = True
+        for gathered in self._gathered:
+            gathered.clear()
+        if self._flushing is not None:
+            self._flushing.cancel()
+
     async def _flush(self) -> None:
         try:
             while any(self._gathered):
                 calls = self._next_round()
                 endings, self._endings = self._endings, []
-                started = asyncio.get_running_loop().time()
+                started = time.monotonic()
                 dropped = await self._send(calls)
                 for call in calls:
                     held = self._source.held[call.lane]
                     for settlement in call.batch:
                         held.pop(settlement.entry, None)
                 self.settled += len(endings)
-                seconds = asyncio.get_running_loop().time() - started
+                now = time.monotonic()
+                seconds = now - started
+                self._pace.ended(len(endings), now)
                 self._observers.emit(Settled(self._source.queue, endings, dropped, seconds))
         finally:
             self._flushing = None

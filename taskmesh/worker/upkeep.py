@@ -28,7 +28,7 @@ class Host(Protocol):
 
     worker: bytes
 
-    def room(self) -> int: ...
+    def room(self, source: Source) -> int: ...
 
     def take_in(self, source: Source, entries: Sequence[Entry], now_ms: int) -> None: ...
 
@@ -43,6 +43,8 @@ class Upkeep:
         self._host = host
         self._observers = observers
         self._interval = min(0.2, ttl / 10)
+        self._ttl = ttl
+        self._sweep_at = time.monotonic() + ttl * random.random()
         self._witness = Witness(ttl)
         self._look_now = asyncio.Event()
         self._promote_now = asyncio.Event()
@@ -58,6 +60,9 @@ class Upkeep:
         while True:
             await _nap(self._look_now, self._interval * random.uniform(0.8, 1.0))
             try:
+                if time.monotonic() >= self._sweep_at:
+                    self._sweep_at = time.monotonic() + self._ttl
+                    await self._source.partition.sweep()
                 await self._look()
             except BrokerError as error:
                 log.debug("queue %s: looking for dead workers: %s", self._source.queue, error)
@@ -68,7 +73,7 @@ class Upkeep:
         now = time.monotonic()
         rows, generation = await look(partition)
         for worker, last_seen in self._witness.observe(rows, now, generation):
-            room = min(self._host.room(), MAX_CLAIM)
+            room = min(self._host.room(source), MAX_CLAIM)
             if room < 1 or worker == self._host.worker:
                 continue
             entries = await partition.claim(worker, last_seen, self._host.worker, room)

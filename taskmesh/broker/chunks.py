@@ -1,0 +1,113 @@
+"""Large values in pieces of about 1 MiB, each under a key and tag of its own, spread over the nodes of a cluster.
+
+Writing, reading and unlinking a chunk may all be done twice, so every call here goes on trying while the server
+is away, as long as the ``Caller`` does. Chunks go out a window at a time: what else the connection carries waits
+for one window at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from taskmesh.broker.caller import Caller, pause_before
+from taskmesh.broker.link import Argument, Moved
+from taskmesh.errors import BrokerError, BrokerUnavailable
+from taskmesh.keys import tag_of
+from taskmesh.settings import MIB
+
+CHUNK_BYTES = MIB
+WINDOW = 8
+WINDOW_TIMEOUT = 30.0
+_UNLINK_AT_ONCE = 500
+
+
+def split(data: memoryview) -> list[memoryview]:
+    """Cut a value into chunks; an empty value has none."""
+    return [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
+
+
+async def put(
+    caller: Caller, keys: Sequence[bytes], pieces: Sequence[memoryview | bytes], ttl_ms: int | None = None
+) -> None:
+    """Write each piece under its key.
+
+    Raises:
+        BrokerFull: the server has no room; some pieces may be written.
+        BrokerUnavailable: it stayed away; likewise.
+    """
+    life: tuple[Argument, ...] = () if ttl_ms is None else ("PX", ttl_ms)
+    await _each(caller, [(key, ("SET", key, piece, *life)) for key, piece in zip(keys, pieces, strict=True)])
+
+
+async def get(caller: Caller, keys: Sequence[bytes]) -> list[bytes | None]:
+    """What is under each key; None where nothing is.
+
+    Raises:
+        BrokerUnavailable: the server stayed away.
+    """
+    return await _each(caller, [(key, ("GET", key)) for key in keys])
+
+
+async def unlink(caller: Caller, keys: Sequence[bytes]) -> None:
+    """Remove the keys, whatever is under them.
+
+    Raises:
+        BrokerUnavailable: the server stayed away; some may be left.
+    """
+    if not caller.server.is_cluster:
+        batches = [tuple(keys[at : at + _UNLINK_AT_ONCE]) for at in range(0, len(keys), _UNLINK_AT_ONCE)]
+        await _each(caller, [(batch[0], ("UNLINK", *batch)) for batch in batches])
+        return
+    await _each(caller, [(key, ("UNLINK", key)) for key in keys])
+
+
+async def _each(caller: Caller, commands: Sequence[tuple[bytes, tuple[Argument, ...]]]) -> list[Any]:
+    """Run each command on the node of its key, in windows."""
+    by_tag: dict[bytes, list[int]] = {}
+    for place, (key, _) in enumerate(commands):
+        by_tag.setdefault(tag_of(key) if caller.server.is_cluster else b"", []).append(place)
+    replies: list[Any] = [None] * len(commands)
+
+    async def run(places: Sequence[int]) -> None:
+        for at in range(0, len(places), WINDOW):
+            window = places[at : at + WINDOW]
+            batch = [commands[place][1] for place in window]
+            tag = tag_of(commands[window[0]][0])
+            for place, reply in zip(window, await _window(caller, tag, batch), strict=True):
+                replies[place] = reply
+
+    await asyncio.gather(*(run(places) for places in by_tag.values()))
+    return replies
+
+
+async def _window(caller: Caller, tag: bytes, batch: Sequence[tuple[Argument, ...]]) -> list[Any]:
+    async def attempt() -> list[Any]:
+        replies = await caller.server.link(tag).call_many(batch, WINDOW_TIMEOUT)
+        for reply in replies:
+            if isinstance(reply, BrokerError):
+                raise reply
+        return replies
+
+    return await _persist(caller, tag, attempt)
+
+
+async def _persist(caller: Caller, tag: bytes, attempt: Callable[[], Awaitable[list[Any]]]) -> list[Any]:
+    give_up_at = caller.clock.monotonic() + caller.retry_for
+    tries = 0
+    while True:
+        try:
+            return await attempt()
+        except (BrokerUnavailable, Moved) as error:
+            pause = pause_before(tries)
+            if caller.clock.monotonic() + pause > give_up_at:
+                raise error if isinstance(error, BrokerUnavailable) else BrokerUnavailable(str(error)) from None
+            if isinstance(error, Moved):
+                caller.server.link(tag).drop("moved")
+        tries += 1
+        try:
+            await caller.server.refresh()
+        except BrokerError:
+            pass  # the next try tells what is wrong
+        await asyncio.sleep(pause)

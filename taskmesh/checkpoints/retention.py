@@ -1,0 +1,54 @@
+"""Which versions are kept: a pure rule over manifests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from taskmesh.checkpoints.manifest import Manifest
+from taskmesh.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """When a version becomes a checkpoint, and how long checkpoints are kept.
+
+    Attributes:
+        steps: every so many steps, and at the end of a run.
+        keep: the newest so many are kept.
+        milestone_steps: checkpoints at multiples of this are kept for good.
+        best: the name of a metric; the checkpoint that is best by it is kept too.
+        best_is: whether the lowest or the highest value is best.
+    """
+
+    steps: int = 50
+    keep: int = 5
+    milestone_steps: int | None = None
+    best: str | None = None
+    best_is: Literal["lowest", "highest"] = "lowest"
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.keep < 1:
+            raise ConfigurationError(f"{self}: steps and keep from 1")
+        if self.milestone_steps is not None and self.milestone_steps < 1:
+            raise ConfigurationError(f"{self}: milestone_steps from 1")
+
+    def is_due(self, step: int) -> bool:
+        """Whether the version of this step is kept."""
+        return step % self.steps == 0 or self._is_milestone(step)
+
+    def _is_milestone(self, step: int) -> bool:
+        return self.milestone_steps is not None and step > 0 and step % self.milestone_steps == 0
+
+    def retained(self, manifests: Sequence[Manifest]) -> set[int]:
+        """The versions, of those given, that stay."""
+        newest_first = sorted(manifests, key=lambda manifest: manifest.version, reverse=True)
+        stay = {manifest.version for manifest in newest_first[: self.keep]}
+        stay |= {manifest.version for manifest in newest_first if self._is_milestone(manifest.step)}
+        rated = [(m.metrics[self.best], m.version) for m in newest_first if self.best in m.metrics]
+        if rated:
+            # Of equals the newer one.
+            sign = 1 if self.best_is == "lowest" else -1
+            stay.add(min(rated, key=lambda rating: (sign * rating[0], -rating[1]))[1])
+        return stay

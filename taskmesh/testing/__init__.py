@@ -1,0 +1,21 @@
+"""What tests of taskmesh programs need: private servers, deterministic faults, a movable clock, a leak checker."""
+
+from taskmesh.testing.clock import MovableClock
+from taskmesh.testing.faults import Fault, Point, arm_from_environment, fail_at
+from taskmesh.testing.leaks import KeyLeaks
+from taskmesh.testing.proxy import Proxy
+from taskmesh.testing.server import RedisCluster, RedisServer
+from taskmesh.testing.wait import wait_until
+
+__all__ = [
+    "Fault",
+    "KeyLeaks",
+    "MovableClock",
+    "Point",
+    "Proxy",
+    "RedisCluster",
+    "RedisServer",
+    "arm_from_environment",
+    "fail_at",
+    "wait_until",
+]
