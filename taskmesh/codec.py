@@ -31,6 +31,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgpack
+import msgspec
 
 from taskmesh.errors import DecodeError
 from taskmesh.messages import Failure, Message, Outcome, Priority, Status
@@ -86,6 +87,8 @@ def _to_wire(value: Any) -> Any:
             return msgpack.ExtType(wire_type.code, wire_type.encode(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, msgspec.Struct):
+        return _members(value)
     if isinstance(value, enum.Enum):
         return value.value
     package = type(value).__module__.partition(".")[0]
@@ -95,6 +98,14 @@ def _to_wire(value: Any) -> Any:
     if hasattr(value, "model_dump"):
         return value.model_dump()
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot travel")
+
+
+def _members(value: msgspec.Struct) -> dict[str, Any]:
+    """A Struct as msgspec itself would write it: encoded names, and its tag."""
+    names = zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True)
+    members = {encoded: getattr(value, name) for encoded, name in names}
+    config = value.__struct_config__
+    return {config.tag_field: config.tag, **members} if config.tag_field is not None else members
 
 
 def _from_wire(code: int, data: bytes) -> Any:
@@ -113,8 +124,18 @@ def pack_value(value: Any) -> bytes:
     Raises:
         TypeError, ValueError, OverflowError: it cannot travel.
     """
-    packed: bytes = msgpack.packb(value, default=_to_wire)
+    # A packer cannot be entered twice, neither by another thread nor by a value that encodes another: each use
+    # takes one out, and one that failed is not put back.
+    try:
+        packer = _packers.pop()
+    except IndexError:
+        packer = msgpack.Packer(default=_to_wire)
+    packed: bytes = packer.pack(value)
+    _packers.append(packer)
     return packed
+
+
+_packers: list[msgpack.Packer] = []
 
 
 def unpack_value(data: bytes) -> Any:
@@ -160,6 +181,8 @@ def encode_message(message: Message) -> bytes:
         extras["blob_chunks"] = message.blob_chunks
     if message.hops:
         extras["hops"] = message.hops
+    if message.result_ttl_ms >= 0:
+        extras["result_ttl_ms"] = message.result_ttl_ms
     return encode_call(message.id, message.priority, message.task, message.args, message.kwargs, extras)
 
 
@@ -196,7 +219,7 @@ def decode_message(data: bytes) -> Message:
     return Message(message_id, body[0], tuple(body[1]), kwargs, lane, **known)
 
 
-_EXTRAS = ("attempt", "expires_at_ms", "blob_chunks", "hops")
+_EXTRAS = ("attempt", "expires_at_ms", "blob_chunks", "hops", "result_ttl_ms")
 
 
 def encode_outcome(outcome: Outcome) -> bytes:

@@ -40,6 +40,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
         expires_at_ms: Redis time after which it is dropped unless it has started; 0 is never.
         blob_chunks: the arguments lie in so many blob chunks; 0 when they are inline.
         hops: how often a worker that does not know the task passed it on.
+        result_ttl_ms: how long its result is kept; -1 as the task says, 0 not at all.
     """
 
     id: str
@@ -51,6 +52,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     expires_at_ms: int = 0
     blob_chunks: int = 0
     hops: int = 0
+    result_ttl_ms: int = -1
 
 
 class Entry(NamedTuple):

@@ -16,6 +16,9 @@ import msgspec
 from taskmesh.errors import ConfigurationError, InvalidArguments
 
 
+_SIMPLE = (int, str, float, bool, bytes)
+
+
 def _rebuild(wanted: Any, value: Any) -> Any:
     """msgspec's hook for types that are not its own."""
     origin = typing.get_origin(wanted) or wanted
@@ -70,10 +73,13 @@ class Signature:
         self._task = name
         self.returns = hints.pop("return", Any)
         self.context: str | None = None
+        self._context_at: int | None = None
         parameters: list[inspect.Parameter] = []
-        for parameter in inspect.signature(function).parameters.values():
+        for place, parameter in enumerate(inspect.signature(function).parameters.values()):
             if hints.get(parameter.name) is context_type:
                 self.context = parameter.name
+                if parameter.kind is not parameter.KEYWORD_ONLY:
+                    self._context_at = place
             else:
                 parameters.append(parameter.replace(annotation=hints.get(parameter.name, Any)))
         if batch:
@@ -84,15 +90,14 @@ class Signature:
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._is_plain = len(positional) == len(parameters)
         required = sum(p.default is p.empty for p in positional)
-        # By count of positional arguments: the tuple type that they convert to in one go.
-        self._tuples = (
-            {
-                count: tuple[tuple(p.annotation for p in positional[:count])] if count else tuple[()]  # type: ignore[misc]
-                for count in range(required, len(positional) + 1)
-            }
-            if self._is_plain
-            else {}
-        )
+        counts = range(required, len(positional) + 1) if self._is_plain else range(0)
+        types = [p.annotation for p in positional]
+        # By count of positional arguments: the tuple type that they convert to in one go, and the same where
+        # no conversion can be needed.
+        self._tuples = {n: tuple[tuple(types[:n])] if n else tuple[()] for n in counts}  # type: ignore[misc]
+        self._exact = {
+            n: tuple(types[:n]) for n in counts if all(any(t is s for s in _SIMPLE) for t in types[:n])
+        }
 
     def _item_of(self, parameters: list[inspect.Parameter]) -> inspect.Parameter:
         if len(parameters) != 1:
@@ -107,13 +112,18 @@ class Signature:
             return typing.get_args(wanted)[0]
         return Any
 
+    def _fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the call is plainly right as it stands: each argument exactly of its annotated simple type."""
+        return not kwargs and tuple(map(type, args)) == self._exact.get(len(args))
+
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See that a call would be taken.
 
         Raises:
             InvalidArguments: it would not; the message names the parameter.
         """
-        self.convert(args, kwargs)
+        if not self._fits(args, kwargs):
+            self.convert(args, kwargs)
 
     def convert(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -123,6 +133,8 @@ class Signature:
         Raises:
             InvalidArguments: they do not fit.
         """
+        if self._fits(args, kwargs):
+            return args, kwargs
         if not kwargs:
             wanted = self._tuples.get(len(args))
             if wanted is not None:
@@ -137,6 +149,17 @@ class Signature:
         for name, value in bound.arguments.items():
             bound.arguments[name] = self._convert_one(name, value)
         return bound.args, bound.kwargs
+
+    def place(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, with the Context where the handler takes it."""
+        if self.context is None:
+            return args, kwargs
+        at = self._context_at
+        if at is None or at > len(args):
+            return args, {**kwargs, self.context: context}
+        return (*args[:at], context, *args[at:]), kwargs
 
     def _convert_one(self, name: str, value: Any) -> Any:
         wanted = self._types[name]

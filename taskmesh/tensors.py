@@ -191,9 +191,9 @@ class FlatModel:
         self.collect_buffers()
 
     @property
-    def buffers_at(self) -> int:
-        """The byte at which what is no parameter begins."""
-        return 4 * self.layout.parameter_count
+    def floats(self) -> Tensor:
+        """The float buffers' part of ``values``."""
+        return self.values[self.layout.parameter_count :]
 
     def view(self) -> memoryview:
         """The whole buffer, as it changes; ``collect_buffers`` brings the buffers' part up to date."""

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import datetime
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypedDict, TypeVar, Unpack
 
 from taskmesh.app.client import Client
@@ -69,13 +70,12 @@ class Task(Generic[P, R]):
         function, signature = self.definition.function, self.definition.signature
         if self.definition.options.batch is not None:
             args = ([args[0]],)  # type: ignore[assignment]
-        if signature.context is not None:
-            context = Context("local", self.name, self._options.queue, 1, 1, "local")
-            kwargs = {**kwargs, signature.context: context}  # type: ignore[assignment]
+        context = Context("local", self.name, self._options.queue, 1, 1, "local")
+        placed, named = signature.place(args, kwargs, context)
         if self.definition.is_async:
-            value = await function(*args, **kwargs)
+            value = await function(*placed, **named)
         else:
-            value = await asyncio.to_thread(function, *args, **kwargs)
+            value = await asyncio.to_thread(function, *placed, **named)
         if self.definition.options.batch is not None:
             value = value[0]
             if isinstance(value, Exception):
@@ -199,7 +199,7 @@ class Task(Generic[P, R]):
             while not exhausted or collector.open:
                 room = window - collector.open
                 if not exhausted and room >= min(window, 100):
-                    chunk = [item for item, _ in zip(iterator, range(room), strict=False)]
+                    chunk = list(islice(iterator, room))
                     exhausted = len(chunk) < room
                     for handle in await self.submit_many(chunk):
                         collector.add(handle)
@@ -223,11 +223,16 @@ class Task(Generic[P, R]):
         return client.settings.result_ttl if ttl is None else ttl
 
     def _extras(self, client: Client, due: str | None) -> dict[str, Any]:
+        extras: dict[str, Any] = {}
+        ttl = self._options.result_ttl
+        if ttl is not None and ttl != self.definition.options.result_ttl:
+            extras["result_ttl_ms"] = int(ttl * 1000)
         expires = self._options.expires
         if expires is None:
-            return {}
+            return extras
         start = int(due) if due is not None and due[0] != "+" else client.now_ms() + int((due or "+0")[1:])
-        return {"expires_at_ms": start + int(expires * 1000)}
+        extras["expires_at_ms"] = start + int(expires * 1000)
+        return extras
 
     def _encode(
         self,

@@ -75,16 +75,23 @@ async def _each(caller: Caller, commands: Sequence[tuple[bytes, tuple[Argument, 
             window = places[at : at + WINDOW]
             batch = [commands[place][1] for place in window]
             tag = tag_of(commands[window[0]][0])
-            for place, reply in zip(window, await _window(caller, tag, batch), strict=True):
+            for place, reply in zip(window, await call_many(caller, tag, batch), strict=True):
                 replies[place] = reply
 
     await asyncio.gather(*(run(places) for places in by_tag.values()))
     return replies
 
 
-async def _window(caller: Caller, tag: bytes, batch: Sequence[tuple[Argument, ...]]) -> list[Any]:
+async def call_many(caller: Caller, tag: bytes, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+    """Commands on the tag's node, all of them again while the server is away. For such as may be done twice.
+
+    Raises:
+        BrokerUnavailable: it stayed away.
+        BrokerError: an answer is an error.
+    """
+
     async def attempt() -> list[Any]:
-        replies = await caller.server.link(tag).call_many(batch, WINDOW_TIMEOUT)
+        replies = await caller.server.link(tag).call_many(commands, WINDOW_TIMEOUT)
         for reply in replies:
             if isinstance(reply, BrokerError):
                 raise reply

@@ -63,6 +63,7 @@ async def requeue(partition: Partition, letter: DeadLetter) -> bool:
         message.kwargs,
         message.priority,
         blob_chunks=message.blob_chunks,
+        result_ttl_ms=message.result_ttl_ms,
     )
     return await partition.requeue(_key(partition, letter), letter.entry, fresh, encode_message(fresh))
 

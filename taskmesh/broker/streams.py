@@ -301,7 +301,10 @@ class Partition:
         lane = keys.lanes[message.priority if message else Priority.NORMAL]
         chunks = message.blob_chunks if message else 0
         blobs = [keys.blob(message.id, "args", chunk) for chunk in range(chunks)] if message else []
-        return bool(await self.caller.run(scripts.REQUEUE, keys.tag, [dead_key, lane, *blobs], (entry, data)))
+        result = keys.result(message.id if message else "")
+        return bool(
+            await self.caller.run(scripts.REQUEUE, keys.tag, [dead_key, lane, result, *blobs], (entry, data))
+        )
 
 
 def lane_quotas(total: int, turn: int) -> tuple[int, int, int]:

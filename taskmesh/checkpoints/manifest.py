@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -13,7 +14,8 @@ from taskmesh.keys import RunKeys
 DIGEST_BYTES = 16
 
 
-class Part(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Part:
     """One value of a version ("parameters", "state"), as the chunks that hold it.
 
     The chunks are named by the version and token that wrote them, which are another's where a rollback made an
@@ -42,7 +44,8 @@ class Part(msgspec.Struct, frozen=True):
         return root_of(self.digests)
 
 
-class Manifest(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Manifest:
     """One version of a run.
 
     Attributes:
@@ -66,8 +69,8 @@ class Manifest(msgspec.Struct, frozen=True):
     token: int
     kept: bool
     layout: str
-    parts: dict[str, Part]
-    metrics: dict[str, float] = {}
+    parts: Mapping[str, Part]
+    metrics: Mapping[str, float] = field(default_factory=dict)
     restored_from: int | None = None
     skipped: tuple[int, ...] = ()
 

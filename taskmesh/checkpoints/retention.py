@@ -46,9 +46,9 @@ class Every:
         newest_first = sorted(manifests, key=lambda manifest: manifest.version, reverse=True)
         stay = {manifest.version for manifest in newest_first[: self.keep]}
         stay |= {manifest.version for manifest in newest_first if self._is_milestone(manifest.step)}
-        rated = [(m.metrics[self.best], m.version) for m in newest_first if self.best in m.metrics]
-        if rated:
-            # Of equals the newer one.
+        if self.best is not None:
+            rated = [(m.metrics[self.best], m.version) for m in newest_first if self.best in m.metrics]
             sign = 1 if self.best_is == "lowest" else -1
-            stay.add(min(rated, key=lambda rating: (sign * rating[0], -rating[1]))[1])
+            # Of equals the newer one.
+            stay |= {version for _, version in sorted(rated, key=lambda rating: (sign * rating[0], -rating[1]))[:1]}
         return stay

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from taskmesh.broker import chunks, scripts
 from taskmesh.broker.caller import Caller
+from taskmesh.broker.link import Argument
 from taskmesh.checkpoints import manifest as manifests
 from taskmesh.checkpoints.manifest import Manifest, Part, digest_of
 from taskmesh.errors import CheckpointError, LeadershipLost
@@ -51,12 +52,12 @@ class VersionStore:
 
     async def current(self) -> Manifest | None:
         """The newest version, kept or not; None before the first."""
-        data = await self._caller.command(self.keys.tag, "GET", self.keys.current)
+        data = await self._ask("GET", self.keys.current)
         return None if data is None else manifests.decode(data)
 
     async def kept(self) -> list[Manifest]:
         """The checkpoints, oldest first."""
-        flat = await self._caller.command(self.keys.tag, "HVALS", self.keys.history)
+        flat = await self._ask("HVALS", self.keys.history)
         return sorted((manifests.decode(data) for data in flat), key=lambda manifest: manifest.version)
 
     async def find(self, version: int) -> Manifest:
@@ -65,7 +66,7 @@ class VersionStore:
         Raises:
             CheckpointError: it is neither kept nor current.
         """
-        data = await self._caller.command(self.keys.tag, "HGET", self.keys.history, version)
+        data = await self._ask("HGET", self.keys.history, version)
         if data is not None:
             return manifests.decode(data)
         current = await self.current()
@@ -202,19 +203,23 @@ class VersionStore:
 
     async def sweep(self) -> None:
         """Unlink what is noted as garbage and no checkpoint needs. For the leader alone, between its writes."""
-        flat = await self._caller.command(self.keys.tag, "HGETALL", self.keys.garbage)
+        flat = await self._ask("HGETALL", self.keys.garbage)
         if not flat:
             return
         needed = {key for manifest in await self.kept() for key in manifest.keys(self.keys)}
         notes = dict(zip(flat[::2], flat[1::2], strict=True))
         noted = {key for data in notes.values() for key in manifests.unpack_keys(data)}
         await chunks.unlink(self._caller, sorted(noted - needed))
-        await self._caller.command(self.keys.tag, "HDEL", self.keys.garbage, *notes)
+        await self._ask("HDEL", self.keys.garbage, *notes)
 
     async def ledger(self, count: int) -> list[bytes]:
         """The newest ``count`` entries of the run's ledger, oldest first."""
-        rows = await self._caller.command(self.keys.tag, "XREVRANGE", self.keys.ledger, "+", "-", "COUNT", count)
+        rows = await self._ask("XREVRANGE", self.keys.ledger, "+", "-", "COUNT", count)
         return [fields[1] for _, fields in reversed(rows)]
+
+    async def _ask(self, *command: Argument) -> Any:
+        """One command in the run's slot that may be done twice."""
+        return (await chunks.call_many(self._caller, self.keys.tag, [command]))[0]
 
     def _home(self, kept: bool) -> Caller:
         return self._caller if kept else self._bulk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 from typing import Annotated
 
@@ -67,7 +68,8 @@ def top(
     if importlib.util.find_spec("rich") is None:
         raise ConfigurationError("`taskmesh top` needs rich: pip install 'taskmesh[demo]'")
     watch = importlib.import_module("taskmesh.monitoring.terminal").watch
-    asyncio.run(watch(load_mesh(app), interval))
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(watch(load_mesh(app), interval))
 
 
 def _look(mesh: Mesh) -> MeshSnapshot:

@@ -127,6 +127,7 @@ class Inbox:
         """Look at the records of those who have waited long: their push may have been missed."""
         loop = asyncio.get_running_loop()
         while True:
+            self._look_now.clear()
             now = loop.time()
             due: list[str] = []
             soonest = now + RECHECK_AFTER
@@ -139,7 +140,6 @@ class Inbox:
                     soonest = min(soonest, wait.due)
             for first in range(0, len(due), LOOKS_AT_ONCE):
                 await self._look(due[first : first + LOOKS_AT_ONCE])
-            self._look_now.clear()
             try:
                 async with asyncio.timeout_at(max(soonest, now + POLL_AFTER / 2)):
                     await self._look_now.wait()

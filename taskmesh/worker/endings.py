@@ -17,7 +17,6 @@ from taskmesh.events import Ending
 from taskmesh.keys import reply_producer
 from taskmesh.messages import Entry, Message, Outcome, Status
 from taskmesh.settings import MeshSettings
-from taskmesh.tasks import TaskDefinition
 from taskmesh.worker.deliveries import Delivery, Source
 from taskmesh.worker.outcome import failure_of, judge
 from taskmesh.worker.settle import Settler
@@ -58,7 +57,7 @@ class Endings:
     def succeeded(self, delivery: Delivery, value: Any, seconds: float) -> None:
         """The handler returned."""
         task, message = delivery.task, delivery.message
-        ttl_ms = self._ttl_ms(task)
+        ttl_ms = self._ttl_ms(delivery)
         ending = Ending(task.name, _SUCCEEDED, seconds)
         if not ttl_ms:
             self._settle(delivery, "D", (), ending)
@@ -150,7 +149,7 @@ class Endings:
                 delivery.order,
                 keys.result(message.id),
                 keys.replies(reply_producer(message.id)),
-                (outcome, self._ttl_ms(delivery.task), *more),
+                (outcome, self._ttl_ms(delivery), *more),
                 () if kind == "F" else self._blobs(delivery),
             ),
             Ending(delivery.task.name, status.value, seconds),
@@ -182,8 +181,10 @@ class Endings:
             return ()
         return tuple(blobs.chunk_keys(delivery.source.partition, delivery.message.id, "args", chunks))
 
-    def _ttl_ms(self, task: TaskDefinition) -> int:
-        ttl = task.options.result_ttl
+    def _ttl_ms(self, delivery: Delivery) -> int:
+        if delivery.message.result_ttl_ms >= 0:
+            return delivery.message.result_ttl_ms
+        ttl = delivery.task.options.result_ttl
         return int((self._settings.result_ttl if ttl is None else ttl) * 1000)
 
     def _upload(self, delivery: Delivery, outcome: bytes, ttl_ms: int, seconds: float) -> None:

@@ -258,16 +258,15 @@ class Executor:
         return composed(Call(task, args, kwargs, context))
 
     async def _innermost(self, call: Call) -> Any:
-        task, kwargs = call.task, call.kwargs
-        if task.signature.context is not None:
-            kwargs = {**kwargs, task.signature.context: call.context}
+        task = call.task
+        args, kwargs = task.signature.place(call.args, call.kwargs, call.context)
         if task.is_async:
-            return await task.function(*call.args, **kwargs)
+            return await task.function(*args, **kwargs)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._settings.concurrency, thread_name_prefix="taskmesh")
         run = contextvars.copy_context().run
         return await asyncio.get_running_loop().run_in_executor(
-            self._threads, functools.partial(run, _call_in_thread, task.function, *call.args, **kwargs)
+            self._threads, functools.partial(run, _call_in_thread, task.function, *args, **kwargs)
         )
 
     # batches
@@ -437,8 +436,8 @@ class Executor:
 def _call_in_thread(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     try:
         return function(*args, **kwargs)
-    except StopIteration as error:  # no future can carry it, and its awaiter would wait for ever
-        raise RuntimeError("the handler raised StopIteration") from error
+    except (StopIteration, GeneratorExit) as error:  # they mean something else to the coroutine that awaits it
+        raise RuntimeError(f"the handler raised {type(error).__name__}") from error
 
 
 def _nothing() -> None:

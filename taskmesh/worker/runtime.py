@@ -106,10 +106,12 @@ class Worker:
         for source in self._sources:
             await self._join(source)
             await source.partition.caller.load(source.keys.tag, [FETCH, SETTLE])
-            self._settlers[source] = Settler(source, self.worker, self._observers, self._pace)
-            self._endings.serve(source, self._settlers[source])
+            upkeep = Upkeep(source, self, self._mesh_settings.liveness_ttl, self._observers)
+            settler = Settler(source, self.worker, self._observers, self._pace, upkeep.poke_promoter)
+            self._upkeeps[source] = upkeep
+            self._settlers[source] = settler
+            self._endings.serve(source, settler)
             self._fetchers[source] = Fetcher(source, self)
-            self._upkeeps[source] = Upkeep(source, self, self._mesh_settings.liveness_ttl, self._observers)
 
     def _serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -211,7 +213,10 @@ class Worker:
         free = self._executor.free
         if free > 0:
             free = max(free, min(free, BATCHES_AHEAD) * self._rows[source])
-        return min(free + self._pace.ahead, self._settings.max_fetch)
+        ahead = self._pace.ahead
+        room = min(free + ahead, self._settings.max_fetch)
+        # While a stock lies here, one fetch for a good part of it, not one for every slot that frees.
+        return room if room >= ahead // 4 else 0
 
     async def wait_for_room(self, source: Source) -> None:
         self._room.clear()
@@ -219,7 +224,8 @@ class Worker:
             await self._room.wait()
 
     def _room_changed(self) -> None:
-        self._room.set()
+        if not self._room.is_set() and any(self.room(source) for source in self._sources):
+            self._room.set()
 
     def take_in(self, source: Source, entries: Sequence[Entry], now_ms: int) -> None:
         """Look at deliveries and queue them; what cannot run is ended here."""

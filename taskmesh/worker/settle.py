@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from operator import attrgetter
 
 from taskmesh.broker.caller import pause_before
@@ -42,8 +43,16 @@ class _Call:
 class Settler:
     """Settles for one partition. ``add`` never waits; ``drained`` waits for the server's word on all of it."""
 
-    def __init__(self, source: Source, worker: bytes, observers: Observers, pace: Pace) -> None:
+    def __init__(
+        self,
+        source: Source,
+        worker: bytes,
+        observers: Observers,
+        pace: Pace,
+        on_delayed: Callable[[], None] = lambda: None,
+    ) -> None:
         self.worker = worker
+        self._on_delayed = on_delayed
         self._source = source
         self._observers = observers
         self._pace = pace
@@ -52,6 +61,7 @@ class Settler:
         self._number = 0
         self._flushing: asyncio.Task[None] | None = None
         self._closed = False
+        self._delays = False
         self.settled = 0
 
     def add(self, lane: Priority, settlement: Settlement, ending: Ending) -> None:
@@ -60,6 +70,7 @@ class Settler:
             return
         self._gathered[lane].append(settlement)
         self._endings.append(ending)
+        self._delays |= settlement.kind in "RU"
         if self._flushing is None:
             self._flushing = asyncio.get_running_loop().create_task(self._flush(), name="taskmesh settle")
 
@@ -82,7 +93,10 @@ class Settler:
                 calls = self._next_round()
                 endings, self._endings = self._endings, []
                 started = time.monotonic()
+                delays, self._delays = self._delays, False
                 dropped = await self._send(calls)
+                if delays:
+                    self._on_delayed()
                 for call in calls:
                     held = self._source.held[call.lane]
                     for settlement in call.batch:

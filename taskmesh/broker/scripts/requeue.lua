@@ -1,14 +1,16 @@
 #!lua flags=allow-oom
 -- Puts a dead letter back into its queue, or throws it away; once, however often it is asked.
 --
--- KEYS  1 stream of dead letters   2 task stream of its lane   3.. its blob chunks (to unlink, when discarded)
+-- KEYS  1 stream of dead letters   2 task stream of its lane   3 its result, which a new try makes void
+--       4.. its blob chunks (to unlink, when discarded)
 -- ARGV  1 clock offset (unused)   2 the letter's entry id   3 the message, "" to discard
 -- Returns 1 when it was there.
 if #redis.call('XRANGE', KEYS[1], ARGV[2], ARGV[2]) == 0 then return 0 end
 if ARGV[3] ~= '' then
   redis.call('XADD', KEYS[2], '*', 'message', ARGV[3])
-elseif #KEYS > 2 then
-  redis.call('UNLINK', unpack(KEYS, 3))
+  redis.call('UNLINK', KEYS[3])
+elseif #KEYS > 3 then
+  redis.call('UNLINK', unpack(KEYS, 4))
 end
 redis.call('XDEL', KEYS[1], ARGV[2])
 if redis.call('XLEN', KEYS[1]) == 0 then redis.call('DEL', KEYS[1]) end

@@ -1,0 +1,298 @@
+"""A step's shards: published, collected, refused where they are unusable, and computed again.
+
+A shard comes from whatever worker computes it; the death of one is the engine's business (redelivery). Here it is
+decided whether a result can be used. What is refused (not finite, damaged, a handler that raised) goes out again a
+bounded number of times, to others where there are others. Results of earlier steps find nobody who waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from taskmesh.app.client import Client
+from taskmesh.broker import chunks
+from taskmesh.broker.liveness import live_workers
+from taskmesh.checkpoints.manifest import Part, digest_of
+from taskmesh.errors import DecodeError, ResultUnavailable, TaskCancelled, TaskFailed, TrainingError
+from taskmesh.events import Observers, ShardRefused
+from taskmesh.results.handle import Handle
+from taskmesh.tasks import MAX_DELIVERIES
+from taskmesh.tensors import FlatLayout
+from taskmesh.training.aggregate import Contribution, Round
+from taskmesh.training.plan import Plan
+from taskmesh.training.setup import RunSetup
+from taskmesh.training.shard import INLINE_BYTES, ShardOrder, ShardResult
+
+log = logging.getLogger("taskmesh.training")
+PATIENCE = 10.0
+MAX_DECLINES = 4
+MAX_REPUBLICATIONS = 5
+QUARANTINE_AFTER = 3
+
+
+class GradientTask(Protocol):
+    """The run's gradient task, as far as it is used here."""
+
+    async def submit(self, order: ShardOrder, /) -> Handle[ShardResult]: ...
+
+
+class Share(NamedTuple):
+    """Who contributed a shard: what the ledger says of it."""
+
+    shard: int
+    worker: str
+    task_id: str
+    samples: int
+
+
+class Gathered(NamedTuple):
+    """What a round came to.
+
+    Attributes:
+        fault: why the step cannot be taken; None when all shards are there.
+        uplink_bytes: payloads that came in and were used: compressed gradients with their heads, and buffers.
+    """
+
+    round: Round
+    fault: str | None
+    shares: tuple[Share, ...]
+    uplink_bytes: int
+
+
+class Collector:
+    """Gathers the shards of one step after the other.
+
+    Args:
+        republish: writes the current parameters again, when the server for them has lost them.
+    """
+
+    def __init__(
+        self,
+        setup: RunSetup,
+        client: Client,
+        observers: Observers,
+        task: GradientTask,
+        layout: FlatLayout,
+        republish: Callable[[], Awaitable[Part]],
+    ) -> None:
+        self.setup = setup
+        self.client = client
+        self.observers = observers
+        self.task = task
+        self.layout = layout
+        self.republish = republish
+        self._offences: Counter[str] = Counter()
+
+    async def gather(self, plan: Plan, version: int, parameters: Part) -> Gathered:
+        """Publish a step's shards and collect them.
+
+        Raises:
+            TrainingError: a shard's handler raised again and again; the message holds the remote traceback.
+        """
+        gathering = _Gathering(self, plan, version, parameters)
+        try:
+            return await gathering.run()
+        finally:
+            await gathering.clean_up()
+
+    @property
+    def quarantined(self) -> tuple[str, ...]:
+        """Workers whose results were refused so often that they get no shards while there are others."""
+        return tuple(worker for worker, count in self._offences.items() if count >= QUARANTINE_AFTER)
+
+    def note_offence(self, worker: str) -> None:
+        """A worker's result was refused, and another's of the same shard was not."""
+        self._offences[worker] += 1
+        if self._offences[worker] == QUARANTINE_AFTER:
+            log.warning("run %s: worker %s is avoided from now on", self.setup.name, worker)
+
+
+class _Gathering:
+    """One step's round."""
+
+    def __init__(self, collector: Collector, plan: Plan, version: int, parameters: Part) -> None:
+        self._collector = collector
+        self._setup = collector.setup
+        self._plan = plan
+        self._version = version
+        self._parameters = parameters
+        self._round = Round(len(plan.shards))
+        self._handles: list[Handle[ShardResult]] = []
+        self._shares: list[Share] = []
+        self._uplink_bytes = 0
+        self._chunks = 0  # of the largest payload that came in chunks
+
+    async def run(self) -> Gathered:
+        shards = {
+            asyncio.create_task(self._shard(shard), name=f"taskmesh shard {shard}"): shard
+            for shard in range(len(self._plan.shards))
+        }
+        waiting = set(shards)
+        fault: str | None = None
+        try:
+            while waiting and fault is None:
+                done, waiting = await asyncio.wait(
+                    waiting, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED
+                )
+                fault = next((reason for task in done if (reason := task.result()) is not None), None)
+                if not done:
+                    await self._tell_what_is_waited_for(sorted(shards[task] for task in waiting))
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        return Gathered(self._round, fault, tuple(sorted(self._shares)), self._uplink_bytes)
+
+    async def _tell_what_is_waited_for(self, shards: list[int]) -> None:
+        partition = self._collector.client.partition(self._setup.name)
+        workers = await live_workers(partition, self._collector.client.settings.liveness_ttl)
+        log.warning(
+            "run %s, step %d: waiting for shards %s of %d; %s serves queue %r",
+            self._setup.name,
+            self._plan.step,
+            shards,
+            len(self._plan.shards),
+            f"{len(workers)} workers alive:" if workers else "no worker",
+            self._setup.name,
+        )
+
+    async def _shard(self, shard: int) -> str | None:
+        """Have one shard computed until its result can be used; else why that cannot be."""
+        order = ShardOrder(
+            self._version,
+            self._plan.step,
+            shard,
+            self._plan.shards[shard],
+            self._parameters,
+            self._collector.layout.digest,
+            self._collector.quarantined,
+        )
+        offenders: list[str] = []
+        declines = republications = 0
+        while True:
+            handle = await self._collector.task.submit(order)
+            self._handles.append(handle)
+            worker = ""
+            try:
+                result = await handle.result()
+                worker = result.worker
+                if result.status == "declined":
+                    declines += 1
+                    if declines >= MAX_DECLINES:
+                        order = dataclasses.replace(order, avoid=())
+                    continue
+                if result.status == "gone" and republications < MAX_REPUBLICATIONS:
+                    republications += 1
+                    order = dataclasses.replace(order, parameters=await self._collector.republish())
+                    continue
+                reason = await self._take(shard, handle, result)
+            except (ResultUnavailable, TaskCancelled) as error:
+                reason = str(error)
+            except TaskFailed as error:
+                if len(offenders) >= self._setup.divergence.recomputes:
+                    raise TrainingError(
+                        f"run {self._setup.name!r}, step {order.step}: shard {shard} failed "
+                        f"{len(offenders) + 1} times: {error}\n{error.traceback}"
+                    ) from error
+                reason = str(error)
+            if reason is None:
+                for offender in filter(None, offenders):
+                    if offender != worker:
+                        self._collector.note_offence(offender)
+                return None
+            self._refuse(order, worker, reason)
+            offenders.append(worker)
+            if len(offenders) > self._setup.divergence.recomputes:
+                return f"shard {shard} was refused {len(offenders)} times: {reason}"
+            declines = 0
+            avoid = {*self._collector.quarantined, *filter(None, offenders)}
+            order = dataclasses.replace(order, avoid=tuple(sorted(avoid)))
+
+    def _refuse(self, order: ShardOrder, worker: str, reason: str) -> None:
+        name = self._setup.name
+        log.warning("run %s, step %d: shard %d of %s is refused: %s", name, order.step, order.shard, worker, reason)
+        self._collector.observers.emit(ShardRefused(name, order.step, order.shard, worker, reason))
+
+    async def _take(self, shard: int, handle: Handle[ShardResult], result: ShardResult) -> str | None:
+        """Put a result into the round; else why it is refused."""
+        if result.status != "computed":
+            return result.reason
+        try:
+            payload = await self._payload(shard, result)
+            if len(payload) <= INLINE_BYTES:  # some 20 us: a thread would cost more
+                contribution = self._read(result, payload)
+            else:
+                contribution = await asyncio.to_thread(self._read, result, payload)
+        except DecodeError as error:
+            return str(error)
+        self._round.add(shard, contribution)
+        self._shares.append(Share(shard, result.worker, handle.id, len(self._plan.shards[shard])))
+        self._uplink_bytes += len(payload)
+        return None
+
+    async def _payload(self, shard: int, result: ShardResult) -> bytes:
+        if not result.digests:
+            return result.inline
+        self._chunks = max(self._chunks, len(result.digests))
+        keys = self._gradient_keys(shard, result.attempt, len(result.digests))
+        pieces: list[bytes] = []
+        for piece in await chunks.get(self._collector.client.bulk, keys):
+            if piece is None:
+                raise DecodeError("a chunk of the gradient is gone")
+            pieces.append(piece)
+        found = await asyncio.to_thread(lambda: tuple(map(digest_of, pieces)))
+        if found != result.digests:
+            raise DecodeError("a chunk of the gradient is corrupt")
+        return b"".join(pieces)
+
+    def _read(self, result: ShardResult, payload: bytes) -> Contribution:
+        """A payload as numbers.
+
+        Raises:
+            DecodeError: it is damaged, of another length than the layout takes, or not finite.
+        """
+        layout = self._collector.layout
+        trained, floats = layout.parameter_count, layout.float_count - layout.parameter_count
+        view = memoryview(payload)
+        gradient = self._setup.compression.decompress(view[: result.gradient_bytes], trained)
+        buffers = view[result.gradient_bytes :]
+        if len(buffers) != 4 * floats + 8 * layout.integer_count:
+            raise DecodeError(f"buffers of {len(buffers)} bytes do not fit the layout")
+        contribution = Contribution(
+            result.loss_sum,
+            result.count,
+            gradient,
+            np.frombuffer(buffers, np.float32, floats),
+            np.frombuffer(buffers[4 * floats :], np.int64),
+        )
+        if result.count < 1 or not np.isfinite(result.loss_sum):
+            raise DecodeError(f"a loss of {result.loss_sum} over {result.count} samples")
+        if not np.isfinite(gradient).all() or not np.isfinite(contribution.floats).all():
+            raise DecodeError("the decoded gradient is not finite")
+        return contribution
+
+    def _gradient_keys(self, shard: int, attempt: str, count: int) -> list[bytes]:
+        return [self._setup.keys.gradient(self._version, shard, attempt, place) for place in range(count)]
+
+    async def clean_up(self) -> None:
+        """Remove the records and gradients of all attempts; what comes later still goes with its time to live."""
+        client = self._collector.client
+        unfinished = [handle for handle in self._handles if not handle.is_done]
+        await asyncio.gather(*(handle.cancel() for handle in unfinished), return_exceptions=True)
+        records = client.partition(self._setup.name).keys
+        await chunks.unlink(client.caller, [records.result(handle.id) for handle in self._handles])
+        gradients = [
+            key
+            for handle in self._handles
+            for shard in range(len(self._plan.shards))
+            for delivery in range(1, MAX_DELIVERIES + 1)
+            for key in self._gradient_keys(shard, f"{handle.id}.{delivery}", self._chunks)
+        ]
+        await chunks.unlink(client.bulk, gradients)

@@ -1,0 +1,105 @@
+"""The master's model and optimizer: steps them, and turns them into a version and back.
+
+The master holds fp32 parameters in one flat buffer. Everything here runs in the process's compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from taskmesh.codec import pack_value, unpack_value
+from taskmesh.errors import CheckpointError, ConfigurationError, DecodeError
+from taskmesh.tensors import FlatModel
+from taskmesh.training.aggregate import Update
+from taskmesh.training.seeds import derive
+
+OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
+ScheduleMaker = Callable[[Optimizer], LRScheduler]
+
+
+class Learner:
+    """Parameters, optimizer and schedule of one run."""
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        optimizer: OptimizerMaker,
+        schedule: ScheduleMaker | None,
+        seed: int,
+    ) -> None:
+        torch.manual_seed(derive(seed, "model", bits=64))
+        self.flat = FlatModel(build().float())
+        self._seed = seed
+        self._optimizer = optimizer(self.flat.model.parameters())
+        self._schedule = None if schedule is None else schedule(self._optimizer)
+
+    def apply(self, update: Update, step: int) -> str | None:
+        """Take one step. Returns why the parameters that it led to cannot be used; None when they can.
+
+        The optimizer draws the same random numbers in the same step (should it draw any).
+        """
+        flat = self.flat
+        flat.gradient.copy_(torch.from_numpy(update.gradient))
+        flat.spread_gradient()
+        torch.manual_seed(derive(self._seed, "optimizer", step, bits=64))
+        self._optimizer.step()
+        if self._schedule is not None:
+            self._schedule.step()
+        flat.floats.copy_(torch.from_numpy(update.floats))
+        flat.integers.copy_(torch.from_numpy(update.integers))
+        flat.spread_buffers()
+        if not bool(torch.isfinite(flat.values).all()):
+            return "the parameters are not finite after the step"
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """What the next steps depend on beside the parameters."""
+        schedule = None if self._schedule is None else self._schedule.state_dict()
+        return {"optimizer": self._optimizer.state_dict(), "schedule": schedule}
+
+    def restore(self, pieces: Sequence[bytes], state: Mapping[str, Any]) -> None:
+        """Go back to a version.
+
+        Raises:
+            CheckpointError: its parameters are another model's, or its state is another optimizer's.
+        """
+        self.flat.load(pieces)
+        try:
+            self._optimizer.load_state_dict(state["optimizer"])
+            if self._schedule is not None:
+                self._schedule.load_state_dict(state["schedule"])
+        except (KeyError, ValueError, TypeError) as error:
+            raise CheckpointError(f"the checkpoint's optimizer or schedule is another one's: {error}") from None
+
+
+def pack_state(state: Mapping[str, Any]) -> bytes:
+    """A state's bytes.
+
+    Raises:
+        ConfigurationError: it holds something that cannot travel.
+    """
+    try:
+        return pack_value(state)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigurationError(f"the optimizer's or schedule's state cannot be saved: {error}") from None
+
+
+def unpack_state(pieces: Sequence[bytes]) -> dict[str, Any]:
+    """A state from the chunks of its part.
+
+    Raises:
+        CheckpointError: the bytes are not one.
+    """
+    try:
+        state = unpack_value(b"".join(pieces))
+    except DecodeError as error:
+        raise CheckpointError(f"a checkpoint's state is damaged: {error}") from None
+    if not isinstance(state, dict):
+        raise CheckpointError("a checkpoint's state is damaged: it is no map")
+    return state

@@ -1,0 +1,39 @@
+"""How a run is set up: what its master and its workers go by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from taskmesh.checkpoints.retention import Every
+from taskmesh.errors import ConfigurationError
+from taskmesh.keys import RunKeys
+from taskmesh.training.compression.base import Compression
+from taskmesh.training.rollback import OnDivergence
+
+
+@dataclass(frozen=True, slots=True)
+class RunSetup:
+    """A run's settings.
+
+    Attributes:
+        shards: logical shards of each step; fixed, however many workers there are.
+        batch_size: samples of each step.
+        lease_ttl: seconds after which a master that is not heard of may be replaced.
+    """
+
+    keys: RunKeys
+    seed: int
+    shards: int
+    batch_size: int
+    compression: Compression
+    checkpoint: Every
+    divergence: OnDivergence
+    lease_ttl: float
+
+    def __post_init__(self) -> None:
+        if self.shards < 1:
+            raise ConfigurationError(f"shards is {self.shards}; it must be at least 1")
+
+    @property
+    def name(self) -> str:
+        return self.keys.run

@@ -1,0 +1,262 @@
+"""The worker's side of a step: one shard's gradient, and inference for evaluation.
+
+A worker process fetches the parameters of a version once, whatever the number of its shards. The loss is summed
+over the shard's samples and travels with their count; the gradient is that of the sum.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from taskmesh.broker import chunks
+from taskmesh.broker.caller import Caller
+from taskmesh.checkpoints.manifest import Part, digest_of
+from taskmesh.checkpoints.store import VersionStore
+from taskmesh.errors import CheckpointError, TrainingError
+from taskmesh.keys import RunKeys
+from taskmesh.tasks import Context
+from taskmesh.tensors import FlatModel
+from taskmesh.training.compression.base import Compression
+from taskmesh.training.compute import compute, use_threads
+from taskmesh.training.data import Dataset
+from taskmesh.training.seeds import derive
+
+INLINE_BYTES = 16 * 1024
+GRADIENT_TTL_MS = 600_000
+_CACHED_VERSIONS = 2
+
+# The unreduced losses, one a sample or token; or their sum (with its graph) and their count.
+Loss = Tensor | tuple[Tensor, int]
+LossFunction = Callable[[nn.Module, Any], Loss]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOrder:
+    """What a worker is told to compute.
+
+    Attributes:
+        avoid: workers that leave it to others.
+    """
+
+    version: int
+    step: int
+    shard: int
+    indices: tuple[int, ...]
+    parameters: Part
+    layout: str
+    avoid: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ShardResult:
+    """What came of it.
+
+    The payload is the compressed gradient, then the float and the integer buffers. Small ones ride in the result,
+    large ones lie in chunks.
+
+    Attributes:
+        status: "computed"; "refused" for a loss or gradient that is not finite; "declined" by a worker that was to
+            be avoided; "gone" when the parameters could not be fetched.
+        reason: of a refusal, in words.
+        gradient_bytes: of the payload, the gradient's.
+        attempt: names the delivery, where the payload lies in chunks.
+    """
+
+    status: Literal["computed", "refused", "declined", "gone"]
+    worker: str
+    reason: str = ""
+    loss_sum: float = 0.0
+    count: int = 0
+    gradient_bytes: int = 0
+    inline: bytes = b""
+    attempt: str = ""
+    digests: tuple[bytes, ...] = ()
+
+
+class Connection(Protocol):
+    """A Mesh's client, as far as a worker needs it here."""
+
+    @property
+    def caller(self) -> Caller: ...
+
+    @property
+    def bulk(self) -> Caller: ...
+
+
+class ConnectedMesh(Protocol):
+    @property
+    def client(self) -> Connection: ...
+
+
+class Recipe(NamedTuple):
+    """What every process of a run has alike, because it imports the same module.
+
+    Attributes:
+        build: makes the model.
+        threads: torch's intra-op threads while a shard is computed.
+    """
+
+    run: str
+    build: Callable[[], nn.Module]
+    loss: LossFunction
+    data: Dataset[Any]
+    compression: Compression
+    seed: int
+    threads: int
+
+
+class _Computed(NamedTuple):
+    reason: str | None
+    loss_sum: float
+    samples: int
+    gradient: bytes
+    buffers: bytes
+
+
+class Replica:
+    """A process's copy of the model, and the handlers that use it."""
+
+    def __init__(self, mesh: ConnectedMesh, keys: RunKeys, recipe: Recipe) -> None:
+        self._mesh = mesh
+        self._keys = keys
+        self._recipe = recipe
+        self._flat: FlatModel | None = None
+        self._loaded: Part | None = None
+        self._fetches: OrderedDict[tuple[bool, int, int], asyncio.Task[list[bytes]]] = OrderedDict()
+
+    # the handlers
+
+    async def gradient(self, order: ShardOrder, context: Context) -> ShardResult:
+        """Compute one shard.
+
+        Raises:
+            TrainingError: this process has another model, or a loss function that does not do what it must.
+        """
+        if context.worker in order.avoid:
+            return ShardResult("declined", context.worker)
+        try:
+            pieces = await self._fetch(order.parameters)
+        except CheckpointError as error:
+            return ShardResult("gone", context.worker, str(error))
+        found = await compute(self._compute, order, pieces)
+        if found.reason is not None:
+            return ShardResult("refused", context.worker, found.reason)
+        result = ShardResult("computed", context.worker, "", found.loss_sum, found.samples, len(found.gradient))
+        payload = found.gradient + found.buffers
+        if len(payload) <= INLINE_BYTES:
+            return dataclasses.replace(result, inline=payload)
+        attempt = f"{context.task_id}.{context.deliveries}"
+        cut = chunks.split(memoryview(payload))
+        keys = [self._keys.gradient(order.version, order.shard, attempt, place) for place in range(len(cut))]
+        await chunks.put(self._mesh.client.bulk, keys, cut, GRADIENT_TTL_MS)
+        digests = await asyncio.to_thread(lambda: tuple(map(digest_of, cut)))
+        return dataclasses.replace(result, attempt=attempt, digests=digests)
+
+    async def infer(self, parameters: Part, layout: str, rows: Tensor) -> Tensor:
+        """The model's outputs for a batch of inputs, in evaluation mode.
+
+        Raises:
+            CheckpointError: the parameters are gone.
+        """
+        pieces = await self._fetch(parameters)
+        return await compute(self._infer, parameters, layout, rows, pieces)
+
+    # parameters
+
+    async def _fetch(self, part: Part) -> list[bytes]:
+        """The parameters of a version, fetched once however many ask."""
+        name = (part.kept, part.version, part.token)
+        fetch = self._fetches.get(name)
+        if fetch is None or fetch.cancelled() or (fetch.done() and fetch.exception() is not None):
+            client = self._mesh.client
+            store = VersionStore(client.caller, client.bulk, self._keys)
+            fetch = self._fetches[name] = asyncio.create_task(store.load(part), name="taskmesh parameters")
+            while len(self._fetches) > _CACHED_VERSIONS:
+                self._fetches.popitem(last=False)
+        return await asyncio.shield(fetch)
+
+    # in the compute thread
+
+    def _load(self, part: Part, layout: str, pieces: list[bytes]) -> FlatModel:
+        if self._flat is None:
+            torch.manual_seed(derive(self._recipe.seed, "model", bits=64))
+            self._flat = FlatModel(self._recipe.build())
+        if self._flat.layout.digest != layout:
+            raise TrainingError(
+                f"run {self._recipe.run!r}: this worker's model has another layout than the master's "
+                f"({self._flat.layout.digest} and {layout}); it runs other code"
+            )
+        if self._loaded != part:
+            self._loaded = None
+            self._flat.load(pieces)
+            self._loaded = part
+        else:
+            self._flat.spread_buffers()  # the last forward pass has changed them
+        return self._flat
+
+    def _compute(self, order: ShardOrder, pieces: list[bytes]) -> _Computed:
+        recipe = self._recipe
+        use_threads(recipe.threads)
+        flat = self._load(order.parameters, order.layout, pieces)
+        torch.manual_seed(derive(recipe.run, recipe.seed, "shard", order.step, order.shard, bits=64))
+        flat.model.train()
+        flat.zero_gradient()
+        losses = recipe.loss(flat.model, recipe.data.fetch(order.indices))
+        loss, count = sum_and_count(losses)
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradient = flat.collect_gradient().numpy()
+        loss_sum = float(loss.detach())
+        if not math.isfinite(loss_sum):
+            return _Computed(f"the loss is {loss_sum}", loss_sum, count, b"", b"")
+        if not np.isfinite(gradient).all():
+            return _Computed("the gradient is not finite", loss_sum, count, b"", b"")
+        key = derive(recipe.run, recipe.seed, "rounding", order.step, order.shard)
+        return _Computed(None, loss_sum, count, recipe.compression.compress(gradient, key), _buffers(flat))
+
+    def _infer(self, part: Part, layout: str, rows: Tensor, pieces: list[bytes]) -> Tensor:
+        use_threads(self._recipe.threads)
+        model = self._load(part, layout, pieces).model
+        model.eval()
+        with torch.inference_mode():
+            outputs = model(rows)
+        if not isinstance(outputs, Tensor):
+            raise TrainingError(f"run {self._recipe.run!r}: the model returns a {type(outputs).__name__}, no tensor")
+        return outputs.clone()
+
+
+def sum_and_count(losses: Loss) -> tuple[Tensor, int]:
+    """A loss function's answer as sum and count.
+
+    Raises:
+        TrainingError: it is a single number, of which nobody can tell whether it is a sum or a mean.
+    """
+    if isinstance(losses, tuple):
+        return losses[0], int(losses[1])
+    if losses.dim() == 0:
+        raise TrainingError(
+            "the loss function returned a single number: return the losses of the samples unreduced "
+            "(reduction='none'), or (sum, count)"
+        )
+    return losses.sum(), losses.numel()
+
+
+def _buffers(flat: FlatModel) -> bytes:
+    """The model's buffers as they are now; the flat buffer keeps those of the version."""
+    if not flat.layout.floats and not flat.layout.integers:
+        return b""
+    floats, integers = flat.floats.clone(), flat.integers.clone()
+    flat.collect_buffers()
+    data: bytes = flat.floats.numpy().tobytes() + flat.integers.numpy().tobytes()
+    flat.floats.copy_(floats)
+    flat.integers.copy_(integers)
+    return data
