@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 log = logging.getLogger("taskmesh")
 
 
-class Ending(NamedTuple):
+class Ending(msgspec.Struct, frozen=True, gc=False):
     """One settled delivery."""
 
     task: str

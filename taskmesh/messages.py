@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum, StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -55,8 +55,8 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     result_ttl_ms: int = -1
 
 
-class Entry(NamedTuple):
-    """A stream entry as fetched, not looked into yet."""
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """A stream entry as fetched, not looked into yet; ``message`` is None where it was deleted meanwhile."""
 
     lane: Priority
     id: bytes

@@ -7,6 +7,7 @@ are held by ``isinstance``; a parameter without annotation takes what comes.
 from __future__ import annotations
 
 import inspect
+import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,7 +37,24 @@ def convert(value: Any, wanted: Any) -> Any:
     Raises:
         msgspec.ValidationError: it does not fit.
     """
-    return msgspec.convert(value, wanted, dec_hook=_rebuild)
+    try:
+        return msgspec.convert(value, wanted, dec_hook=_rebuild)
+    except TypeError:
+        members = _members(wanted)
+        if not members:
+            raise
+    # A union of a user's type with others, which msgspec does not take: the first member that fits.
+    for member in members:
+        try:
+            return convert(value, member)
+        except (ValueError, TypeError):
+            pass
+    raise ValueError(f"Expected `{wanted}`, got `{type(value).__qualname__}`")
+
+
+def _members(wanted: Any) -> tuple[Any, ...]:
+    """The members of a union; none of anything else."""
+    return typing.get_args(wanted) if typing.get_origin(wanted) in (typing.Union, types.UnionType) else ()
 
 
 def resolve_hints(function: Callable[..., Any], local_names: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,6 +69,12 @@ def resolve_hints(function: Callable[..., Any], local_names: Mapping[str, Any]) 
     except NameError as error:
         name = getattr(function, "__qualname__", repr(function))
         raise ConfigurationError(f"handler {name}: an annotation cannot be resolved: {error}") from None
+
+
+def _without_exceptions(wanted: Any) -> Any:
+    """What a row's result is, where a batch handler may return an exception in its place."""
+    kept = [m for m in _members(wanted) if not (isinstance(m, type) and issubclass(m, BaseException))]
+    return typing.Union[tuple(kept)] if kept else wanted  # noqa: UP007
 
 
 class Signature:
@@ -84,7 +108,7 @@ class Signature:
                 parameters.append(parameter.replace(annotation=hints.get(parameter.name, Any)))
         if batch:
             parameters = [self._item_of(parameters)]
-            self.returns = self._member(self.returns)
+            self.returns = _without_exceptions(self._member(self.returns))
         self._signature = inspect.Signature(parameters)
         self._types = {parameter.name: parameter.annotation for parameter in parameters}
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -132,7 +132,12 @@ class FlatLayout(NamedTuple):
     @property
     def float_count(self) -> int:
         """fp32 values in all: parameters, then float buffers."""
-        return _end(self.parameters) + _end(self.floats)
+        return self.parameter_count + _end(self.floats)
+
+    @property
+    def integer_count(self) -> int:
+        """int64 values."""
+        return _end(self.integers)
 
     @property
     def integers_at(self) -> int:
@@ -142,7 +147,7 @@ class FlatLayout(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """Bytes of the whole buffer."""
-        return self.integers_at + 8 * _end(self.integers)
+        return self.integers_at + 8 * self.integer_count
 
 
 def _slots(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Slot, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterable
 
 import redis
@@ -47,8 +48,10 @@ def pending(client: redis.Redis) -> int:
 
 
 async def _serve() -> None:
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     async with mesh.worker(WorkerSettings(concurrency=CONCURRENCY)):
-        await asyncio.Event().wait()
+        await stopped.wait()
 
 
 def run_worker() -> None:

@@ -92,14 +92,14 @@ class Publisher:
             while self._units:
                 units = self._next_batch()
                 try:
-                    full = await self._send(units)
+                    accepted, wanted = await self._send(units)
                 except TaskmeshError as error:
                     for unit in units:
                         self._units.remove(unit)
                         unit.fail(error)
                     continue
-                refused = refused + 1 if full else 0
-                if full:
+                if accepted < wanted:
+                    refused = 0 if accepted else refused + 1
                     await self._wait_for_room(refused)
         finally:
             self._sending = None
@@ -120,8 +120,8 @@ class Publisher:
             units.append(unit)
         return units
 
-    async def _send(self, units: list[_Unit]) -> bool:
-        """Send one batch; True when the queue's bound cut it short."""
+    async def _send(self, units: list[_Unit]) -> tuple[int, int]:
+        """Send one batch; returns how many messages were accepted, and of how many."""
         # The script adds what is due now before what is due later: places come back in that order.
         units.sort(key=lambda unit: unit.due is not None)
         pieces = [(unit, unit.rest[:MAX_BATCH]) for unit in units]
@@ -149,24 +149,21 @@ class Publisher:
                     unit.done.set_result(unit.places)
         if accepted.messages:
             self._observers.emit(Submitted(self._partition.keys.queue, accepted.messages, size_bytes))
-        return accepted.messages < len(now) + len(later)
+        return accepted.messages, len(now) + len(later)
 
     async def _wait_for_room(self, refused: int) -> None:
         """The queue is full: refuse, or wait, as its options say."""
-        queue, bound = self._partition.keys.queue, self._options.max_length
+        options = self._options
+        full = f"queue {self._partition.keys.queue!r} holds its bound of {options.max_length} messages"
         now = asyncio.get_running_loop().time()
         for unit in list(self._units):
             late = unit.deadline is not None and now >= unit.deadline
-            if self._options.when_full == "reject" or late or unit.done.done():
+            if options.when_full == "reject" or late:
                 self._units.remove(unit)
-                waited = (
-                    "" if self._options.when_full == "reject" else f" after {self._options.wait_timeout:g} s"
-                )
-                unit.fail(
-                    QueueFull(
-                        f"queue {queue!r} holds its bound of {bound} messages{waited}; {len(unit.rest)} left out"
-                    )
-                )
+                waited = f" after {options.wait_timeout:g} s" if late else ""
+                unit.fail(QueueFull(f"{full}{waited}; {len(unit.rest)} left out"))
+            elif unit.done.done():  # its submitter has gone
+                self._units.remove(unit)
         if self._units:
             await asyncio.sleep(pause_before(min(refused, 4)))
 

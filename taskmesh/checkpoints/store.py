@@ -60,19 +60,29 @@ class VersionStore:
         flat = await self._ask("HVALS", self.keys.history)
         return sorted((manifests.decode(data) for data in flat), key=lambda manifest: manifest.version)
 
-    async def find(self, version: int) -> Manifest:
-        """One version's manifest.
+    async def find_kept(self, version: int) -> Manifest:
+        """One checkpoint's manifest.
 
         Raises:
-            CheckpointError: it is neither kept nor current.
+            CheckpointError: it is not kept (any more).
         """
         data = await self._ask("HGET", self.keys.history, version)
-        if data is not None:
-            return manifests.decode(data)
+        if data is None:
+            raise CheckpointError(f"run {self.keys.run!r} keeps no version {version} (any more)")
+        return manifests.decode(data)
+
+    async def find(self, version: int | None = None) -> Manifest:
+        """The manifest of a checkpoint, or of the current version.
+
+        Raises:
+            CheckpointError: there is none.
+        """
         current = await self.current()
-        if current is None or current.version != version:
-            raise CheckpointError(f"run {self.keys.run!r} has no version {version} (any more)")
-        return current
+        if current is None:
+            raise CheckpointError(f"run {self.keys.run!r} has no version yet")
+        if version is None or current.version == version:
+            return current
+        return await self.find_kept(version)
 
     async def load(self, part: Part) -> list[bytes]:
         """A part's chunks, each held against its digest.

@@ -124,7 +124,8 @@ class _Gathering:
         self._version = version
         self._parameters = parameters
         self._round = Round(len(plan.shards))
-        self._handles: list[Handle[ShardResult]] = []
+        self._handles: list[tuple[int, Handle[ShardResult]]] = []
+        self._ended: set[str] = set()
         self._shares: list[Share] = []
         self._uplink_bytes = 0
         self._chunks = 0  # of the largest payload that came in chunks
@@ -147,7 +148,7 @@ class _Gathering:
         finally:
             for task in waiting:
                 task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+            await asyncio.gather(*shards, return_exceptions=True)
         return Gathered(self._round, fault, tuple(sorted(self._shares)), self._uplink_bytes)
 
     async def _tell_what_is_waited_for(self, shards: list[int]) -> None:
@@ -178,10 +179,11 @@ class _Gathering:
         declines = republications = 0
         while True:
             handle = await self._collector.task.submit(order)
-            self._handles.append(handle)
+            self._handles.append((shard, handle))
             worker = ""
             try:
                 result = await handle.result()
+                self._ended.add(handle.id)
                 worker = result.worker
                 if result.status == "declined":
                     declines += 1
@@ -270,7 +272,7 @@ class _Gathering:
             result.count,
             gradient,
             np.frombuffer(buffers, np.float32, floats),
-            np.frombuffer(buffers[4 * floats :], np.int64),
+            np.frombuffer(buffers[4 * floats :], np.int64).copy(),
         )
         if result.count < 1 or not np.isfinite(result.loss_sum):
             raise DecodeError(f"a loss of {result.loss_sum} over {result.count} samples")
@@ -284,14 +286,13 @@ class _Gathering:
     async def clean_up(self) -> None:
         """Remove the records and gradients of all attempts; what comes later still goes with its time to live."""
         client = self._collector.client
-        unfinished = [handle for handle in self._handles if not handle.is_done]
+        unfinished = [handle for _, handle in self._handles if handle.id not in self._ended]
         await asyncio.gather(*(handle.cancel() for handle in unfinished), return_exceptions=True)
         records = client.partition(self._setup.name).keys
-        await chunks.unlink(client.caller, [records.result(handle.id) for handle in self._handles])
+        await chunks.unlink(client.caller, [records.result(handle.id) for _, handle in self._handles])
         gradients = [
             key
-            for handle in self._handles
-            for shard in range(len(self._plan.shards))
+            for shard, handle in self._handles
             for delivery in range(1, MAX_DELIVERIES + 1)
             for key in self._gradient_keys(shard, f"{handle.id}.{delivery}", self._chunks)
         ]

@@ -50,7 +50,7 @@ class OnDivergence:
         limit = max(self.factor * middle, middle + self.deviations * spread, self.floor * first)
         if loss <= limit:
             return None
-        return f"the loss jumped to {loss:.4g}, above {limit:.4g} (the median of the last {self.window} is {middle:.4g})"
+        return f"the loss jumped from about {middle:.4g} to {loss:.4g}; the limit is {limit:.4g}"
 
 
 FIRST_LOSSES = 5

@@ -17,7 +17,7 @@ from taskmesh.testing import wait_until
 
 ROOT = Path(__file__).parents[2]
 
-APP = '''
+APP = """
 import asyncio, os, time
 from taskmesh import Context, Mesh
 
@@ -53,7 +53,7 @@ async def fail(text: str) -> None:
     raise ValueError(text)
 
 not_a_mesh = 42
-'''
+"""
 
 
 class Program:

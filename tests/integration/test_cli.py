@@ -74,7 +74,9 @@ async def shop(folder: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) ->
 # the worker
 
 
-async def test_it_runs_tasks_and_drains_on_sigterm(start: Start, shop: ModuleType, plain: redis.Redis) -> None:
+async def test_it_runs_tasks_and_drains_on_sigterm(
+    start: Start, shop: ModuleType, plain: redis.Redis
+) -> None:
     worker = start("worker", "shop:mesh", "-c", "4")
     await worker.says("serves default, mail")
     handles = await shop.work.submit_many([shop.work.bind(0.3) for _ in range(12)])
@@ -103,7 +105,9 @@ async def test_a_second_signal_ends_it_at_once(start: Start, shop: ModuleType) -
     assert "Traceback" not in worker.text
 
 
-async def test_a_second_signal_reaches_a_blocked_loop(start: Start, shop: ModuleType, plain: redis.Redis) -> None:
+async def test_a_second_signal_reaches_a_blocked_loop(
+    start: Start, shop: ModuleType, plain: redis.Redis
+) -> None:
     worker = start("worker", "shop:mesh")
     await worker.says("serves")
     await shop.block.submit(60)
@@ -155,9 +159,9 @@ async def test_an_idle_worker_is_small(start: Start, shop: ModuleType) -> None:
 async def test_only_the_named_queues_are_served(start: Start, shop: ModuleType) -> None:
     worker = start("worker", "shop:mesh", "-q", "mail")
     await worker.says("serves mail\n")
-    assert taskmesh("worker", "shop:mesh", "-q", "male", folder=Path(shop.__file__ or "").parent, url="").stderr == (
-        "taskmesh: no task of Mesh 'shop' is on queue 'male' (there are: default, mail)\n"
-    )
+    assert taskmesh(
+        "worker", "shop:mesh", "-q", "male", folder=Path(shop.__file__ or "").parent, url=""
+    ).stderr == ("taskmesh: no task of Mesh 'shop' is on queue 'male' (there are: default, mail)\n")
 
 
 # several processes
@@ -292,7 +296,9 @@ def test_debug_shows_the_traceback(folder: Path, redis_url: str) -> None:
 # looking
 
 
-async def test_queues_and_workers_as_json(start: Start, shop: ModuleType, folder: Path, redis_url: str) -> None:
+async def test_queues_and_workers_as_json(
+    start: Start, shop: ModuleType, folder: Path, redis_url: str
+) -> None:
     await shop.add.submit_many([shop.add.bind(1, 2) for _ in range(3)])
     await shop.add.submit_in(60, 1, 2)
     done = taskmesh("queues", "shop:mesh", "--json", folder=folder, url=redis_url)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 
 import pytest
 import redis
@@ -191,7 +192,7 @@ async def test_the_view(mesh: Mesh) -> None:
     await mesh.task(noop).submit_many(range(5))
     before = await snapshot(mesh)
     async with mesh.worker() as worker:
-        screen = console.Console(width=120, record=True, file=open("/dev/null", "w"))
+        screen = console.Console(width=120, record=True, file=io.StringIO())
         screen.print(render(await snapshot(mesh), before))
         text = screen.export_text()
         assert worker.worker.decode() in text

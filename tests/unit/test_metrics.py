@@ -20,7 +20,18 @@ from taskmesh.events import (
 from taskmesh.monitoring import METRICS, CountingObserver, Histogram, Kind, Level, metrics
 
 UNITS = {"bytes", "seconds", "total", "ratio"}
-COUNTED_THINGS = {"alive", "clients", "waiting", "pending", "delayed", "dead", "parked", "size", "loss", "version"}
+COUNTED_THINGS = {
+    "alive",
+    "clients",
+    "waiting",
+    "pending",
+    "delayed",
+    "dead",
+    "parked",
+    "size",
+    "loss",
+    "version",
+}
 
 
 def test_the_names_follow_prometheus() -> None:
@@ -106,7 +117,9 @@ def test_the_other_events() -> None:
 
 def test_bounds_are_inclusive_and_the_last_bucket_is_open() -> None:
     observer = CountingObserver()
-    observer.on_event(Settled("q", [Ending("t", "succeeded", s) for s in (0.0, 0.0005, 0.0006, 1e6)], 0, 0.001))
+    observer.on_event(
+        Settled("q", [Ending("t", "succeeded", s) for s in (0.0, 0.0005, 0.0006, 1e6)], 0, 0.001)
+    )
     ran = observer.snapshot()[metrics.TASK_SECONDS]["q", "t"]
     assert isinstance(ran, Histogram)
     assert ran.counts[:2] == (2, 1)

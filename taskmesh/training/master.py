@@ -1,0 +1,215 @@
+"""The master of a run: plan -> publish -> collect -> decide -> aggregate -> commit.
+
+It lives in one process at a time, under the run's lease; all that it needs to go on is in the run's checkpoints, so
+that any process may take its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from taskmesh.checkpoints.manifest import Manifest
+from taskmesh.checkpoints.store import VersionStore
+from taskmesh.errors import TrainingError
+from taskmesh.events import Committed, Observers, RolledBack
+from taskmesh.training.aggregate import Update
+from taskmesh.training.collect import Collector, Gathered
+from taskmesh.training.commit import Committer, LedgerEntry, Progress
+from taskmesh.training.compute import compute
+from taskmesh.training.data import Sampler
+from taskmesh.training.learner import Learner
+from taskmesh.training.plan import Plan, make_plan
+from taskmesh.training.setup import RunSetup
+
+log = logging.getLogger("taskmesh.training")
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a run stands when ``run`` returns.
+
+    Attributes:
+        loss: of the last step; NaN when none was taken.
+        digest: of the parameters' bytes: equal for two runs exactly when the parameters are.
+        skipped: batches that were left out, by number.
+    """
+
+    version: int
+    step: int
+    loss: float
+    digest: str
+    skipped: tuple[int, ...]
+
+
+class Master:
+    """Takes the steps of one run.
+
+    Attributes:
+        progress: where the run stands.
+    """
+
+    def __init__(
+        self,
+        setup: RunSetup,
+        sampler: Sampler,
+        learner: Learner,
+        store: VersionStore,
+        committer: Committer,
+        collector: Collector,
+        observers: Observers,
+    ) -> None:
+        self._setup = setup
+        self._sampler = sampler
+        self._learner = learner
+        self._store = store
+        self._committer = committer
+        self._collector = collector
+        self._observers = observers
+        self.progress = Progress()
+        self._loss = float("nan")
+        self._returns: Counter[int] = Counter()
+        self._requests: list[tuple[int, asyncio.Future[int]]] = []
+
+    async def run(self, steps: int, on_commit: Callable[[Committed], None] | None = None) -> Finished:
+        """Go on until the run has seen ``steps`` updates.
+
+        Raises:
+            LeadershipLost: another master leads the run.
+            TrainingError: it cannot go on.
+            CheckpointError: there is no whole checkpoint to go on from, or back to.
+        """
+        self.progress = await self._committer.begin(self._sampler.samples)
+        while True:
+            await self._serve_requests()
+            if self.progress.step >= steps:
+                break
+            committed = await self._take_step(last=self.progress.step + 1 == steps)
+            if committed is not None and on_commit is not None:
+                on_commit(committed)
+        await self._committer.end()
+        part = self._committer.parameters
+        return Finished(
+            self._committer.version, self.progress.step, self._loss, part.root.hex(), self.progress.skipped
+        )
+
+    async def _take_step(self, *, last: bool) -> Committed | None:
+        """One step; None when it ended in a rollback."""
+        started = time.monotonic()
+        plan = self._plan()
+        gathered = await self._publish_and_collect(plan)
+        reason = self._decide(gathered)
+        if reason is None:
+            update = gathered.round.update()
+            reason = await compute(self._learner.apply, update, plan.step)
+            if reason is None:
+                return await self._commit(plan, gathered, update, started, last=last)
+        await self._return_from(plan, reason)
+        return None
+
+    def _plan(self) -> Plan:
+        progress = self.progress
+        return make_plan(
+            self._sampler, progress.step + 1, progress.drawn, progress.skipped, self._setup.shards
+        )
+
+    async def _publish_and_collect(self, plan: Plan) -> Gathered:
+        return await self._collector.gather(plan, self._committer.version, self._committer.parameters)
+
+    def _decide(self, gathered: Gathered) -> str | None:
+        """Why the step must not be taken; None when it may."""
+        if gathered.fault is not None:
+            return gathered.fault
+        return self._setup.divergence.judge(gathered.round.loss, self.progress.losses)
+
+    async def _commit(
+        self, plan: Plan, gathered: Gathered, update: Update, started: float, *, last: bool
+    ) -> Committed:
+        losses = self.progress.losses.add(update.loss, self._setup.divergence.window)
+        progress = replace(self.progress, step=plan.step, drawn=plan.batch + 1, losses=losses)
+        version, parent = self._committer.version + 1, self._committer.version
+        await self._committer.commit(
+            progress,
+            {"loss": update.loss},
+            kept=last or self._setup.checkpoint.is_due(plan.step),
+            samples=self._sampler.samples,
+            entry=LedgerEntry(
+                version, parent, plan.step, plan.batch, tuple(map(len, plan.shards)), gathered.shares
+            ),
+        )
+        self.progress, self._loss = progress, update.loss
+        dense_bytes = 4 * self._learner.flat.layout.float_count * len(plan.shards)
+        seconds = time.monotonic() - started
+        event = Committed(
+            self._setup.name, version, plan.step, update.loss, seconds, gathered.uplink_bytes, dense_bytes
+        )
+        self._observers.emit(event)
+        return event
+
+    # going back
+
+    async def _return_from(self, plan: Plan, reason: str) -> None:
+        """Go back to the newest checkpoint, and leave the batch out."""
+        found = await self._store.load_newest()
+        if found is None:
+            raise TrainingError(f"run {self._setup.name!r}: no checkpoint to go back to after {reason}")
+        target, parts = found
+        self._returns[target.step] += 1
+        if self._returns[target.step] > self._setup.divergence.rollbacks:
+            raise TrainingError(
+                f"run {self._setup.name!r} diverged at step {plan.step} again after "
+                f"{self._setup.divergence.rollbacks} returns to step {target.step}: {reason}"
+            )
+        log.warning(
+            "run %s, step %d: %s; back to step %d without batch %d (samples %s)",
+            self._setup.name,
+            plan.step,
+            reason,
+            target.step,
+            plan.batch,
+            [index for shard in plan.shards for index in shard],
+        )
+        samples = self._sampler.samples
+        self.progress = await self._committer.roll_back(target, parts, plan.batch, samples)
+        self._tell_of_rollback(target, f"{reason}; batch {plan.batch} is left out")
+
+    def request_rollback(self, version: int) -> asyncio.Future[int]:
+        """Go back to a kept version before the next step; resolves with the new version."""
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._requests.append((version, future))
+        return future
+
+    async def _serve_requests(self) -> None:
+        while self._requests:
+            version, future = self._requests.pop(0)
+            try:
+                reached = await self.roll_back_to(version)
+            except Exception as error:
+                if not future.done():
+                    future.set_exception(error)
+            else:
+                if not future.done():
+                    future.set_result(reached)
+
+    async def roll_back_to(self, version: int) -> int:
+        """Make a kept version current, as a new version, whose number is returned.
+
+        Raises:
+            CheckpointError: it is not kept (any more), or damaged.
+        """
+        target = await self._store.find_kept(version)
+        parts = {name: await self._store.load(part) for name, part in target.parts.items()}
+        self.progress = await self._committer.roll_back(target, parts, None, self._sampler.samples)
+        self._tell_of_rollback(target, "asked for")
+        return self._committer.version
+
+    async def resume(self) -> None:
+        """Take the run up without going on."""
+        self.progress = await self._committer.begin(self._sampler.samples)
+
+    def _tell_of_rollback(self, target: Manifest, reason: str) -> None:
+        self._observers.emit(RolledBack(self._setup.name, self._committer.version, target.version, reason))

@@ -1,0 +1,276 @@
+"""The public face of training."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from taskmesh.app.mesh import Mesh
+from taskmesh.checkpoints.lease import Lease
+from taskmesh.checkpoints.manifest import Manifest
+from taskmesh.checkpoints.retention import Every
+from taskmesh.checkpoints.store import VersionStore
+from taskmesh.errors import ConfigurationError, TaskmeshError
+from taskmesh.events import Committed
+from taskmesh.keys import RunKeys, check_name
+from taskmesh.monitoring.status import RunStatus
+from taskmesh.tasks import Retry, TaskOptions
+from taskmesh.tensors import FlatModel
+from taskmesh.training.collect import Collector
+from taskmesh.training.commit import Committer, LedgerEntry, decode_entry
+from taskmesh.training.compression import Compression, Int8
+from taskmesh.training.compute import compute
+from taskmesh.training.data import Dataset, Sampler
+from taskmesh.training.learner import Learner, OptimizerMaker, ScheduleMaker
+from taskmesh.training.master import Finished, Master
+from taskmesh.training.rollback import OnDivergence
+from taskmesh.training.setup import RunSetup
+from taskmesh.training.shard import LossFunction, Recipe, Replica
+
+R = TypeVar("R")
+RESULT_TTL = 60.0
+INFERENCE_ROWS = 256
+INFERENCE_RETRY = Retry(attempts=3, delay=0.05)
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """The share of rows whose largest output is the target's; shapes (rows, classes) and (rows,)."""
+    return float((outputs.argmax(dim=-1) == targets).float().mean())
+
+
+class Trainer:
+    """A training run over a Mesh: synchronous, data-parallel, the same bits with any number of workers.
+
+    To be constructed at the top level of a module that the workers import too: it registers the run's tasks
+    (``<name>.gradient`` and ``<name>.infer``, on the queue ``<name>``) with the Mesh.
+
+    Args:
+        mesh: where it runs.
+        name: the run's name; one run of that name is in the Mesh, and a later ``run`` goes on with it.
+        model: makes the model. Every process makes its own, from the same seed.
+        loss: from the model and what ``data.fetch`` returned to the losses of the samples (or tokens), unreduced,
+            or to (sum, count). Randomness comes from torch's default generator, which is seeded for each shard.
+        data: what is learnt from; in every process.
+        optimizer: makes the optimizer of the parameters it is given, in the master.
+        schedule: makes a learning-rate schedule, stepped once a step.
+        shards: logical shards of each step, fixed whatever the number of workers; at least 8 a worker let their
+            speeds differ.
+        batch_size: samples of each step.
+        compression: of gradients on their way to the master.
+        checkpoint: which versions are kept.
+        rollback: what counts as divergence, and what follows.
+        seed: of the model's first parameters, the data's order, dropout and rounding.
+        threads: torch's intra-op threads for a shard; 1 gives the same bits whatever the machine's cores.
+
+    Raises:
+        ConfigurationError: something of it cannot work, or the name is taken.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        name: str,
+        *,
+        model: Callable[[], nn.Module],
+        loss: LossFunction,
+        data: Dataset[Any],
+        optimizer: OptimizerMaker,
+        schedule: ScheduleMaker | None = None,
+        shards: int = 8,
+        batch_size: int = 256,
+        compression: Compression | None = None,
+        checkpoint: Every | None = None,
+        rollback: OnDivergence | None = None,
+        seed: int = 0,
+        threads: int = 1,
+    ) -> None:
+        self.mesh = mesh
+        self.name = check_name("run", name)
+        self.model = model
+        if threads < 1:
+            raise ConfigurationError(f"threads is {threads}; it must be at least 1")
+        self._setup = RunSetup(
+            RunKeys(mesh.name, name),
+            seed,
+            shards,
+            batch_size,
+            compression or Int8(),
+            checkpoint or Every(),
+            rollback or OnDivergence(),
+            mesh.settings.liveness_ttl,
+        )
+        self._sampler = Sampler(len(data), batch_size, seed)
+        self._optimizer = optimizer
+        self._schedule = schedule
+        recipe = Recipe(name, model, loss, data, self._setup.compression, seed, threads)
+        replica = Replica(mesh, self._setup.keys, recipe)
+        options = TaskOptions(queue=name, result_ttl=RESULT_TTL)
+        self._gradient = mesh.add_task(replica.gradient, f"{name}.gradient", options)
+        options = TaskOptions(queue=name, result_ttl=RESULT_TTL, retry=INFERENCE_RETRY)
+        self._infer = mesh.add_task(replica.infer, f"{name}.infer", options)
+        self._master: Master | None = None
+        mesh.runs[name] = self
+
+    def __repr__(self) -> str:
+        return f"<Trainer of run {self.name!r}>"
+
+    @property
+    def store(self) -> VersionStore:
+        """The run's versions; the Mesh must be entered."""
+        client = self.mesh.client
+        return VersionStore(client.caller, client.bulk, self._setup.keys)
+
+    async def run(
+        self, *, steps: int, on_commit: Callable[[Committed], None] | None = None
+    ) -> Finished:
+        """Be the run's master until it has seen ``steps`` updates in all.
+
+        It waits for the lease where another process has it, goes on from the newest checkpoint where there is one,
+        and keeps the last version. It may be started again after any crash, anywhere.
+
+        Args:
+            on_commit: called after each step, from the event loop.
+
+        Raises:
+            TrainingError: the run cannot go on: a shard's handler fails, or it diverges again and again.
+            LeadershipLost: another master has taken over.
+            CheckpointError: there are checkpoints, and none is whole or fits.
+            BrokerError: the server is away for longer than ``MeshSettings.retry_for``, or full.
+        """
+
+        async def work(master: Master) -> Finished:
+            return await master.run(steps, on_commit)
+
+        return await self._lead(work, None)
+
+    async def rollback(self, *, to: int) -> int:
+        """Make a kept version current, as a new version, whose number is returned.
+
+        A run that is under way in this process goes on from there.
+
+        Raises:
+            CheckpointError: the version is not kept (any more), or is damaged.
+            TrainingError: another process leads the run.
+        """
+        if self._master is not None:
+            return await self._master.request_rollback(to)
+
+        async def work(master: Master) -> int:
+            await master.resume()
+            return await master.roll_back_to(to)
+
+        return await self._lead(work, 2 * self._setup.lease_ttl)
+
+    async def load(self, version: int | None = None) -> nn.Module:
+        """The model with a version's parameters (by default the current one's), in this process.
+
+        Raises:
+            CheckpointError: there is no such version, or it is damaged.
+        """
+        manifest, pieces = await self.store.load_parameters(version)
+        return await compute(self._build, manifest, pieces)
+
+    async def predict(self, rows: Tensor, *, version: int | None = None, task_rows: int = INFERENCE_ROWS) -> Tensor:
+        """The model's outputs for rows of inputs, computed by the workers, in evaluation mode.
+
+        Args:
+            rows: inputs; shape (rows, ...).
+            task_rows: rows of one task.
+
+        Raises:
+            CheckpointError: there is no such version.
+            TaskFailed: a worker could not compute it.
+        """
+        manifest = await self.store.find(version)
+        part = manifest.parts["parameters"]
+        calls = [self._infer.bind(part, manifest.layout, piece) for piece in torch.split(rows, task_rows)]
+        handles = await self._infer.submit_many(calls)
+        outputs: list[Tensor] = list(await asyncio.gather(*(handle.result() for handle in handles)))
+        return torch.cat(outputs)
+
+    async def evaluate(
+        self,
+        rows: Tensor,
+        targets: Tensor,
+        *,
+        measure: Callable[[Tensor, Tensor], float] = accuracy,
+        version: int | None = None,
+    ) -> float:
+        """How good a version is on held-out rows, computed by the workers.
+
+        Args:
+            measure: from outputs and targets to a number.
+
+        Raises:
+            as ``predict``.
+        """
+        return measure(await self.predict(rows, version=version), targets)
+
+    async def versions(self) -> list[Manifest]:
+        """The checkpoints, oldest first."""
+        return await self.store.kept()
+
+    async def ledger(self, count: int = 10_000) -> list[LedgerEntry]:
+        """What formed the newest ``count`` versions, oldest first."""
+        return [decode_entry(entry) for entry in await self.store.ledger(count)]
+
+    async def indices(self, batch: int) -> Sequence[int]:
+        """The sample indices of a batch, by its number in the ledger."""
+        return Sampler(self._sampler.samples, self._setup.batch_size, self._setup.seed).batch(batch)
+
+    async def status(self) -> RunStatus | None:
+        """How the run stands, by its last commit; None before the first."""
+        current = await self.store.current()
+        if current is None:
+            return None
+        return RunStatus(self.name, current.version, current.step, current.metrics.get("loss"))
+
+    def _build(self, manifest: Manifest, pieces: Sequence[bytes]) -> nn.Module:
+        flat = FlatModel(self.model())
+        if flat.layout.digest != manifest.layout:
+            raise ConfigurationError(f"version {manifest.version} of run {self.name!r} is another model's")
+        flat.load(pieces)
+        return flat.model
+
+    async def _lead(self, work: Callable[[Master], Awaitable[R]], timeout: float | None) -> R:
+        """Do something as the run's master, under its lease."""
+        lease = Lease(self.mesh.client.caller, self._setup.keys, self._setup.lease_ttl)
+        token = await lease.acquire(timeout)
+        holding = asyncio.create_task(lease.hold(), name="taskmesh lease")
+        working = asyncio.create_task(self._work(work, token), name=f"taskmesh run {self.name}")
+        try:
+            await asyncio.wait({holding, working}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                working.cancel()
+                await asyncio.gather(working, return_exceptions=True)
+                await holding
+            return await working
+        finally:
+            self._master = None
+            holding.cancel()
+            working.cancel()
+            await asyncio.gather(holding, working, return_exceptions=True)
+            with contextlib.suppress(TaskmeshError):
+                await lease.release()
+
+    async def _work(self, work: Callable[[Master], Awaitable[R]], token: int) -> R:
+        learner = await compute(Learner, self.model, self._optimizer, self._schedule, self._setup.seed)
+        store = self.store
+        committer = Committer(self._setup, store, learner, token)
+        collector = Collector(
+            self._setup,
+            self.mesh.client,
+            self.mesh.observers,
+            self._gradient,
+            learner.flat.layout,
+            committer.republish,
+        )
+        self._master = Master(
+            self._setup, self._sampler, learner, store, committer, collector, self.mesh.observers
+        )
+        return await work(self._master)
