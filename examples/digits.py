@@ -25,8 +25,9 @@ from taskmesh.training import Every, Trainer
 
 mesh = Mesh("digits")
 _images, _labels = load_digits(return_X_y=True)
-images = torch.tensor(_images, dtype=torch.float32) / 16
-labels = torch.tensor(_labels)
+_order = torch.randperm(len(_images), generator=torch.Generator().manual_seed(0))
+images = torch.tensor(_images, dtype=torch.float32)[_order] / 16
+labels = torch.tensor(_labels)[_order]
 HELD_OUT = 297
 
 

@@ -7,9 +7,9 @@ are held by ``isinstance``; a parameter without annotation takes what comes.
 from __future__ import annotations
 
 import inspect
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from types import UnionType
 from typing import Any
 
 import msgspec
@@ -54,7 +54,7 @@ def convert(value: Any, wanted: Any) -> Any:
 
 def _members(wanted: Any) -> tuple[Any, ...]:
     """The members of a union; none of anything else."""
-    return typing.get_args(wanted) if typing.get_origin(wanted) in (typing.Union, types.UnionType) else ()
+    return typing.get_args(wanted) if typing.get_origin(wanted) in (typing.Union, UnionType) else ()
 
 
 def resolve_hints(function: Callable[..., Any], local_names: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,3 +62,10 @@ async def mesh(make_mesh: MakeMesh) -> AsyncIterator[Mesh]:
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(made)
         yield made
+
+
+@pytest.fixture
+def free_server() -> Iterator[RedisServer]:
+    """A server of this test's own, with AOF, to be killed and started again."""
+    with RedisServer(aof=True) as running:
+        yield running

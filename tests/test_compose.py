@@ -124,7 +124,16 @@ def test_the_nodes_form_a_cluster(compose: dict[str, Any], services: dict[str, A
             settings = compose["configs"]["redis"]["content"].replace("${REDIS_PASSWORD}", "right")
             (folder / "redis.conf").write_text(settings.replace("/data", str(folder)))
             process = subprocess.Popen(
-                ["redis-server", folder / "redis.conf", "--bind", address, "--port", str(port)],
+                [
+                    "redis-server",
+                    folder / "redis.conf",
+                    "--bind",
+                    address,
+                    "--port",
+                    str(port),
+                    "--bind-source-addr",
+                    address,
+                ],
                 stdout=subprocess.DEVNULL,
             )
             stack.callback(process.wait)

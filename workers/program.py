@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import uvloop
+
 from taskmesh import ConfigurationError, TaskmeshError, WorkerSettings
 
 log = logging.getLogger("workers")
@@ -61,6 +63,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
             log.info("stopped")
 
     try:
-        asyncio.run(until_stopped())
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(until_stopped())
     except TaskmeshError as error:
         sys.exit(f"{type(error).__name__}: {error}")

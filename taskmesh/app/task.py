@@ -192,7 +192,7 @@ class Task(Generic[P, R]):
 
         At most ``window`` tasks are under way at once, so that a long iterable is taken up as results come.
         """
-        collector = Collector()
+        collector: Collector[R] = Collector()
         iterator = iter(items)
         try:
             exhausted = False
@@ -205,7 +205,7 @@ class Task(Generic[P, R]):
                         collector.add(handle)
                     if not collector.open:
                         break
-                yield await collector.next()  # type: ignore[misc]
+                yield await collector.next()
         finally:
             collector.close()
 

@@ -229,33 +229,37 @@ class CountingObserver:
             return
         counts = self._counts
         match event:
-            case Fetched(queue, deliveries):
-                counts[FETCHED, queue] += deliveries
-            case Submitted(queue, messages, size_bytes):
-                counts[SUBMITTED, queue] += messages
-                counts[SUBMITTED_BYTES, queue] += size_bytes
-            case Claimed(queue, _, deliveries):
-                counts[CLAIMED, queue] += deliveries
+            case Fetched():
+                counts[FETCHED, event.queue] += event.deliveries
+            case Submitted():
+                counts[SUBMITTED, event.queue] += event.messages
+                counts[SUBMITTED_BYTES, event.queue] += event.size_bytes
+            case Claimed():
+                counts[CLAIMED, event.queue] += event.deliveries
             case WorkerLost():
                 self._struck_off += 1
-            case Committed(run, version, _, loss, seconds, uplink_bytes, dense_bytes):
-                counts[STEPS, run] += 1
-                counts[UPLINK_BYTES, run] += uplink_bytes
-                counts[DENSE_BYTES, run] += dense_bytes
-                _observe(self._steps[run], SECONDS, seconds)
-                self._gauges[LOSS, run] = loss
-                self._gauges[VERSION, run] = version
-            case ShardRefused(run):
-                counts[SHARDS_REFUSED, run] += 1
-            case RolledBack(run, version):
-                counts[ROLLBACKS, run] += 1
-                self._gauges[VERSION, run] = version
+            case Committed():
+                counts[STEPS, event.run] += 1
+                counts[UPLINK_BYTES, event.run] += event.uplink_bytes
+                counts[DENSE_BYTES, event.run] += event.dense_bytes
+                _observe(self._steps[event.run], SECONDS, event.seconds)
+                self._gauges[LOSS, event.run] = event.loss
+                self._gauges[VERSION, event.run] = event.version
+            case ShardRefused():
+                counts[SHARDS_REFUSED, event.run] += 1
+            case RolledBack():
+                counts[ROLLBACKS, event.run] += 1
+                self._gauges[VERSION, event.run] = event.version
 
     def _settled(self, event: Settled) -> None:
         queue, endings = event.queue, event.endings
         cells = self._succeeded[queue]
-        for task, status, seconds in endings:
-            cell = cells[task] if status == _SUCCEEDED else self._others[queue, task, status]
+        for ending in endings:
+            seconds = ending.seconds
+            if ending.status == _SUCCEEDED:
+                cell = cells[ending.task]
+            else:
+                cell = self._others[queue, ending.task, ending.status]
             cell[bisect_left(SECONDS, seconds)] += 1
             cell[-1] += seconds
         _observe(self._settles[queue], SECONDS, event.seconds)

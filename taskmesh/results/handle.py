@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar, overload
 
 import msgspec
@@ -20,6 +20,12 @@ from taskmesh.signatures import convert
 from taskmesh.tasks import TaskDefinition
 
 R = TypeVar("R")
+
+
+def _nothing() -> None:
+    pass
+
+
 _CANCELLED = encode_outcome(Outcome(Status.CANCELLED))
 
 
@@ -32,6 +38,7 @@ class Handle(Generic[R]):
 
     __slots__ = (
         "_blob_chunks",
+        "_data",
         "_inbox",
         "_lane",
         "_outcome",
@@ -66,6 +73,7 @@ class Handle(Generic[R]):
         self._blob_chunks = blob_chunks
         self._own = own
         self._submitted = time.monotonic()
+        self._data: bytes | None = None
         self._outcome: Outcome | None = None
 
     def __repr__(self) -> str:
@@ -106,9 +114,31 @@ class Handle(Generic[R]):
         if self._outcome is None:
             if self._inbox is None:
                 raise ResultUnavailable(f"task {self._task.name!r} keeps no results (its result_ttl is 0)")
-            data = await self._wait(self._inbox, timeout)
+            data = self._data or await self._wait(self._inbox, timeout)
             self._outcome = await self._decode(data)
         return self._outcome
+
+    def watch(self, on_end: Callable[[Handle[R]], None]) -> Callable[[], None]:
+        """Have ``on_end`` called, from the event loop, when the task has ended; returns how to call it off."""
+        if self._inbox is None:
+            asyncio.get_running_loop().call_soon(on_end, self)
+            return _nothing
+        inbox = self._inbox
+        future = inbox.expect(self.id, self._own)
+
+        def ended(done: asyncio.Future[bytes]) -> None:
+            if done.cancelled():
+                return
+            if done.exception() is None:
+                self._data = done.result()
+            on_end(self)
+
+        def call_off() -> None:
+            inbox.forget(self.id, future)
+            future.cancel()
+
+        future.add_done_callback(ended)
+        return call_off
 
     async def _wait(self, inbox: Inbox, timeout: float | None) -> bytes:
         loop = asyncio.get_running_loop()

@@ -44,7 +44,11 @@ class _Wait:
 
 
 class Inbox:
-    """One client's outcomes from one partition."""
+    """One client's outcomes from one partition.
+
+    Attributes:
+        pushed: outcomes that arrived as pushes; a message that is settled once is pushed once.
+    """
 
     def __init__(self, partition: Partition, producer: str) -> None:
         self._partition = partition
@@ -54,6 +58,8 @@ class Inbox:
         self._recent: OrderedDict[str, bytes] = OrderedDict()
         self._recent_bytes = 0
         self._evicted = False
+        self._closed = False
+        self.pushed = 0
         self._reader: asyncio.Task[None] | None = None
         self._looker: asyncio.Task[None] | None = None
         self._look_now = asyncio.Event()
@@ -70,6 +76,7 @@ class Inbox:
 
     async def close(self) -> None:
         """Stop reading; whoever still waits gets ResultUnavailable."""
+        self._closed = True
         tasks = [task for task in (self._reader, self._looker) if task is not None]
         for task in tasks:
             task.cancel()
@@ -84,31 +91,49 @@ class Inbox:
     async def wait(self, message_id: str, pushed_here: bool = True) -> bytes:
         """The outcome's bytes, however long it takes; cancel it to stop waiting.
 
+        Raises:
+            ResultUnavailable: the inbox was closed.
+        """
+        future = self.expect(message_id, pushed_here)
+        try:
+            return await future
+        finally:
+            if not future.done() or future.cancelled():
+                self.forget(message_id, future)
+
+    def expect(self, message_id: str, pushed_here: bool = True) -> asyncio.Future[bytes]:
+        """A future of the outcome's bytes; ``forget`` it to stop waiting.
+
         ``pushed_here`` says that this client submitted the message, so that the outcome will be pushed to it.
         """
-        data = self._recent.get(message_id)
-        if data is not None:
-            return data
         loop = asyncio.get_running_loop()
         future: asyncio.Future[bytes] = loop.create_future()
+        data = self._recent.get(message_id)
+        if data is not None:
+            future.set_result(data)
+            return future
+        if self._closed:
+            future.set_exception(ResultUnavailable("the Mesh was left before the outcome came"))
+            return future
         if pushed_here:
             # A push that was evicted unread will not come again: look at once.
             wait = _Wait(future, loop.time(), 0.0 if self._evicted else RECHECK_AFTER, LONGEST_RECHECK)
         else:
             wait = _Wait(future, loop.time(), 0.0, LONGEST_POLL)
-        waits = self._waits.setdefault(message_id, [])
-        waits.append(wait)
+        self._waits.setdefault(message_id, []).append(wait)
         if self._looker is None:
             self._looker = asyncio.create_task(self._look_again(), name="taskmesh inbox looks")
         if not wait.pause:
             self._look_now.set()
-        try:
-            return await future
-        finally:
-            if wait in waits:
-                waits.remove(wait)
-            if not waits:
-                self._waits.pop(message_id, None)
+        return future
+
+    def forget(self, message_id: str, future: asyncio.Future[bytes]) -> None:
+        """Stop waiting for an outcome."""
+        waits = [wait for wait in self._waits.get(message_id, ()) if wait.future is not future]
+        if waits:
+            self._waits[message_id] = waits
+        else:
+            self._waits.pop(message_id, None)
 
     def _deliver(self, message_id: str, data: bytes) -> None:
         for wait in self._waits.pop(message_id, ()):
@@ -206,6 +231,7 @@ class Inbox:
             for entry_id, fields in replies[-1][0][1]:
                 last = entry_id
                 entries_since += 1
+                self.pushed += len(fields) // 2
                 for place in range(0, len(fields), 2):
                     self._deliver(fields[place].decode(), fields[place + 1])
             await asyncio.sleep(0)  # who waited goes first
