@@ -129,6 +129,16 @@ class Client:
             inbox = self._inboxes[queue] = Inbox(self.partition(queue), self.producer)
         return inbox
 
+    @property
+    def outcomes(self) -> int:
+        """Outcomes that were pushed to this client."""
+        return sum(inbox.pushed for inbox in self._inboxes.values())
+
+    @property
+    def repeats(self) -> int:
+        """Outcomes among them that had come before: of tasks that were settled twice."""
+        return sum(inbox.repeats for inbox in self._inboxes.values())
+
     def new_id(self) -> str:
         """A message id: the producer's 12 characters and a count."""
         self._count += 1

@@ -276,7 +276,10 @@ class Mesh:
         Raises:
             DecodeError: its bytes are not a message.
         """
-        return await deadletter.requeue(self.client.partition(letter.queue), letter)
+        client = self.client
+        if letter.message is not None:
+            client.inbox(letter.queue).void(letter.message.id)
+        return await deadletter.requeue(client.partition(letter.queue), letter)
 
     async def discard(self, letter: DeadLetter) -> bool:
         """Throw a dead letter away for good; False when it is no longer there."""

@@ -146,7 +146,9 @@ def run(plan: Plan) -> int:
     for queue in plan.queues:
         if queue not in known:
             there_are = ", ".join(known) or "none"
-            raise ConfigurationError(f"no task of Mesh {mesh.name!r} is on queue {queue!r} (there are: {there_are})")
+            raise ConfigurationError(
+                f"no task of Mesh {mesh.name!r} is on queue {queue!r} (there are: {there_are})"
+            )
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(serve(mesh, plan, stop))
         _leave_threads_behind()

@@ -48,6 +48,7 @@ class Inbox:
 
     Attributes:
         pushed: outcomes that arrived as pushes; a message that is settled once is pushed once.
+        repeats: pushes of outcomes that had been pushed before, as far as they are remembered.
     """
 
     def __init__(self, partition: Partition, producer: str) -> None:
@@ -57,9 +58,11 @@ class Inbox:
         self._waits: dict[str, list[_Wait]] = {}
         self._recent: OrderedDict[str, bytes] = OrderedDict()
         self._recent_bytes = 0
+        self._pushed: OrderedDict[str, None] = OrderedDict()
         self._evicted = False
         self._closed = False
         self.pushed = 0
+        self.repeats = 0
         self._reader: asyncio.Task[None] | None = None
         self._looker: asyncio.Task[None] | None = None
         self._look_now = asyncio.Event()
@@ -135,12 +138,17 @@ class Inbox:
         else:
             self._waits.pop(message_id, None)
 
+    def void(self, message_id: str) -> None:
+        """Remember no outcome of this message."""
+        before = self._recent.pop(message_id, None)
+        if before is not None:
+            self._recent_bytes -= len(before)
+
     def _deliver(self, message_id: str, data: bytes) -> None:
         for wait in self._waits.pop(message_id, ()):
             if not wait.future.done():
                 wait.future.set_result(data)
-        if message_id in self._recent:
-            return
+        self.void(message_id)  # a dead letter that was put back has another outcome than before
         self._recent[message_id] = data
         self._recent_bytes += len(data)
         while len(self._recent) > MAX_RECENT or self._recent_bytes > MAX_RECENT_BYTES:
@@ -233,7 +241,12 @@ class Inbox:
                 entries_since += 1
                 self.pushed += len(fields) // 2
                 for place in range(0, len(fields), 2):
-                    self._deliver(fields[place].decode(), fields[place + 1])
+                    message_id = fields[place].decode()
+                    self.repeats += message_id in self._pushed
+                    self._pushed[message_id] = None
+                    self._deliver(message_id, fields[place + 1])
+                while len(self._pushed) > MAX_RECENT:
+                    self._pushed.popitem(last=False)
             await asyncio.sleep(0)  # who waited goes first
 
     async def _try_refresh(self) -> None:

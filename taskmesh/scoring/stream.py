@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from taskmesh.app.mesh import Mesh
 from taskmesh.errors import InvalidArguments
-from taskmesh.results.handle import Handle
-from taskmesh.results.handles import Handles
+from taskmesh.results.handle import Handle, Handles
 from taskmesh.scoring.models import RunModel
 from taskmesh.tasks import Batch, TaskOptions
 

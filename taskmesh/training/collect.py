@@ -28,13 +28,14 @@ from taskmesh.tensors import FlatLayout
 from taskmesh.training.aggregate import Contribution, Round
 from taskmesh.training.plan import Plan
 from taskmesh.training.setup import RunSetup
-from taskmesh.training.shard import INLINE_BYTES, ShardOrder, ShardResult
+from taskmesh.training.shard import ShardOrder, ShardResult
 
 log = logging.getLogger("taskmesh.training")
 PATIENCE = 10.0
 MAX_DECLINES = 4
 MAX_REPUBLICATIONS = 5
 QUARANTINE_AFTER = 3
+SMALL_BYTES = 64 * 1024  # read in some 30 us: a thread would cost more
 
 
 class GradientTask(Protocol):
@@ -227,42 +228,41 @@ class _Gathering:
         if result.status != "computed":
             return result.reason
         try:
-            payload = await self._payload(shard, result)
-            if len(payload) <= INLINE_BYTES:  # some 20 us: a thread would cost more
-                contribution = self._read(result, payload)
+            pieces = await self._payload(shard, result)
+            size_bytes = sum(map(len, pieces))
+            if size_bytes <= SMALL_BYTES:
+                contribution = self._read(result, pieces)
             else:
-                contribution = await asyncio.to_thread(self._read, result, payload)
+                contribution = await asyncio.to_thread(self._read, result, pieces)
         except DecodeError as error:
             return str(error)
         self._round.add(shard, contribution)
         self._shares.append(Share(shard, result.worker, handle.id, len(self._plan.shards[shard])))
-        self._uplink_bytes += len(payload)
+        self._uplink_bytes += size_bytes
         return None
 
-    async def _payload(self, shard: int, result: ShardResult) -> bytes:
+    async def _payload(self, shard: int, result: ShardResult) -> list[bytes]:
         if not result.digests:
-            return result.inline
+            return [result.inline]
         self._chunks = max(self._chunks, len(result.digests))
         keys = self._gradient_keys(shard, result.attempt, len(result.digests))
-        pieces: list[bytes] = []
-        for piece in await chunks.get(self._collector.client.bulk, keys):
-            if piece is None:
-                raise DecodeError("a chunk of the gradient is gone")
-            pieces.append(piece)
-        found = await asyncio.to_thread(lambda: tuple(map(digest_of, pieces)))
-        if found != result.digests:
-            raise DecodeError("a chunk of the gradient is corrupt")
-        return b"".join(pieces)
+        found = await chunks.get(self._collector.client.bulk, keys)
+        pieces = [piece for piece in found if piece is not None]
+        if len(pieces) < len(found):
+            raise DecodeError("a chunk of the gradient is gone")
+        return pieces
 
-    def _read(self, result: ShardResult, payload: bytes) -> Contribution:
+    def _read(self, result: ShardResult, pieces: list[bytes]) -> Contribution:
         """A payload as numbers.
 
         Raises:
             DecodeError: it is damaged, of another length than the layout takes, or not finite.
         """
+        if result.digests and tuple(map(digest_of, pieces)) != result.digests:
+            raise DecodeError("a chunk of the gradient is corrupt")
         layout = self._collector.layout
         trained, floats = layout.parameter_count, layout.float_count - layout.parameter_count
-        view = memoryview(payload)
+        view = memoryview(b"".join(pieces))
         gradient = self._setup.compression.decompress(view[: result.gradient_bytes], trained)
         buffers = view[result.gradient_bytes :]
         if len(buffers) != 4 * floats + 8 * layout.integer_count:

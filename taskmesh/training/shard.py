@@ -31,7 +31,9 @@ from taskmesh.training.compute import compute, use_threads
 from taskmesh.training.data import Dataset
 from taskmesh.training.seeds import derive
 
-INLINE_BYTES = 16 * 1024
+# Riding in the result is no faster (9,610 parameters, 8 shards, one machine: 10.5 to 11.4 ms a step either way), and
+# a result is written twice into the append-only file of the durable server; it saves small models their keys.
+INLINE_BYTES = 4 * 1024
 GRADIENT_TTL_MS = 600_000
 _CACHED_VERSIONS = 2
 
@@ -116,11 +118,14 @@ class Recipe(NamedTuple):
 
 
 class _Computed(NamedTuple):
+    """``digests`` are those of the payload's chunks; a payload that rides in the result has none."""
+
     reason: str | None
-    loss_sum: float
-    samples: int
-    gradient: bytes
-    buffers: bytes
+    loss_sum: float = 0.0
+    samples: int = 0
+    gradient_bytes: int = 0
+    payload: bytes = b""
+    digests: tuple[bytes, ...] = ()
 
 
 class Replica:
@@ -151,16 +156,16 @@ class Replica:
         found = await compute(self._compute, order, pieces)
         if found.reason is not None:
             return ShardResult("refused", context.worker, found.reason)
-        result = ShardResult("computed", context.worker, "", found.loss_sum, found.samples, len(found.gradient))
-        payload = found.gradient + found.buffers
-        if len(payload) <= INLINE_BYTES:
-            return dataclasses.replace(result, inline=payload)
+        result = ShardResult(
+            "computed", context.worker, "", found.loss_sum, found.samples, found.gradient_bytes, digests=found.digests
+        )
+        if not found.digests:
+            return dataclasses.replace(result, inline=found.payload)
         attempt = f"{context.task_id}.{context.deliveries}"
-        cut = chunks.split(memoryview(payload))
+        cut = chunks.split(memoryview(found.payload))
         keys = [self._keys.gradient(order.version, order.shard, attempt, place) for place in range(len(cut))]
         await chunks.put(self._mesh.client.bulk, keys, cut, GRADIENT_TTL_MS)
-        digests = await asyncio.to_thread(lambda: tuple(map(digest_of, cut)))
-        return dataclasses.replace(result, attempt=attempt, digests=digests)
+        return dataclasses.replace(result, attempt=attempt)
 
     async def infer(self, parameters: Part, layout: str, rows: Tensor) -> Tensor:
         """The model's outputs for a batch of inputs, in evaluation mode.
@@ -217,11 +222,14 @@ class Replica:
         gradient = flat.collect_gradient().numpy()
         loss_sum = float(loss.detach())
         if not math.isfinite(loss_sum):
-            return _Computed(f"the loss is {loss_sum}", loss_sum, count, b"", b"")
+            return _Computed(f"the loss is {loss_sum}")
         if not np.isfinite(gradient).all():
-            return _Computed("the gradient is not finite", loss_sum, count, b"", b"")
+            return _Computed("the gradient is not finite")
         key = derive(recipe.run, recipe.seed, "rounding", order.step, order.shard)
-        return _Computed(None, loss_sum, count, recipe.compression.compress(gradient, key), _buffers(flat))
+        compressed = recipe.compression.compress(gradient, key)
+        payload = compressed + _buffers(flat)
+        cut = chunks.split(memoryview(payload)) if len(payload) > INLINE_BYTES else ()
+        return _Computed(None, loss_sum, count, len(compressed), payload, tuple(map(digest_of, cut)))
 
     def _infer(self, part: Part, layout: str, rows: Tensor, pieces: list[bytes]) -> Tensor:
         use_threads(self._recipe.threads)

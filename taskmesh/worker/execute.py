@@ -28,7 +28,7 @@ from taskmesh.worker.middleware import compose
 log = logging.getLogger("taskmesh.worker")
 TIME_SLICE = 0.002
 # By lane: so often others go first before it has its turn.
-PATIENCE = (0, 4, 16)  # by lane
+PATIENCE = (0, 4, 16)
 
 
 class Run:

@@ -111,8 +111,8 @@ async def test_a_second_signal_reaches_a_blocked_loop(
     worker = start("worker", "shop:mesh")
     await worker.says("serves")
     await shop.block.submit(60)
-    pending = ("XPENDING", "taskmesh:{shop:default:0}:tasks:normal", "workers")
-    await wait_until(lambda: plain.execute_command(*pending)["pending"] == 1)
+    lane = "taskmesh:{shop:default:0}:tasks:normal"
+    await wait_until(lambda: plain.xpending(lane, "workers")["pending"] == 1)
     await asyncio.sleep(0.2)
     worker.process.send_signal(signal.SIGINT)
     await asyncio.sleep(0.2)

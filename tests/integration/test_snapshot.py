@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+from collections.abc import Awaitable
 
 import pytest
 import redis
@@ -103,8 +104,8 @@ async def test_dead_and_parked(mesh: Mesh) -> None:
             await wait_until(lambda: _equals(parked(), 1))
 
 
-async def _equals(awaited: object, wanted: int) -> bool:
-    return await awaited == wanted  # type: ignore[misc]
+async def _equals(awaited: Awaitable[int], wanted: int) -> bool:
+    return await awaited == wanted
 
 
 async def test_as_gauges(mesh: Mesh) -> None:

@@ -25,6 +25,7 @@ from taskmesh.training.compression.base import HEAD, Values, open_head, view_val
 METHOD = 1
 _LEVELS = 127
 _SMALLEST = np.float32(np.finfo(np.float32).tiny)
+_LARGEST = np.nextafter(np.finfo(np.float32).max / np.float32(_LEVELS), np.float32(0))  # times 127 still finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Int8:
     def compress(self, values: Values, key: int) -> bytes:
         rows = self._rows(values)
         scales = np.abs(rows).max(axis=1, initial=0.0) / np.float32(_LEVELS)
-        scales = np.where(scales < _SMALLEST, np.float32(0), scales)
+        scales = np.where(scales < _SMALLEST, np.float32(0), np.minimum(scales, _LARGEST))
         steps = rows / np.where(scales == 0, np.float32(np.inf), scales)[:, None]
         steps += _uniform(key, steps.size).reshape(steps.shape)
         np.floor(steps, out=steps)

@@ -1,0 +1,1 @@
+"""`taskmesh demo`: the main job, end to end, on this machine."""

@@ -1,0 +1,73 @@
+"""Which checkpoints stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from taskmesh.checkpoints import manifest as manifests
+from taskmesh.checkpoints.manifest import Manifest, Part
+from taskmesh.checkpoints.retention import Every
+from taskmesh.errors import CheckpointError, ConfigurationError
+from taskmesh.keys import RunKeys
+
+
+def version(number: int, **changes: Any) -> Manifest:
+    fields: dict[str, Any] = {
+        "version": number,
+        "parent": number - 1,
+        "step": number,
+        "batch": number,
+        "token": 1,
+        "kept": True,
+        "layout": "",
+        "parts": {"parameters": Part(True, number, 1, 0, 5, (b"x" * 16,))},
+    }
+    return Manifest(**{**fields, **changes})
+
+
+def test_the_newest_stay() -> None:
+    kept = [version(number) for number in (10, 20, 30, 40)]
+    assert Every(steps=10, keep=2).retained(kept) == {30, 40}
+    assert Every(steps=10, keep=9).retained(kept) == {10, 20, 30, 40}
+
+
+def test_milestones_stay_by_their_step() -> None:
+    kept = [version(0), version(7, step=100), version(8, step=150), version(9, step=200), version(10, step=250)]
+    assert Every(keep=1, milestone_steps=100).retained(kept) == {7, 9, 10}
+
+
+def test_the_best_stays_and_of_equals_the_newer() -> None:
+    losses = {1: 0.5, 2: 0.1, 3: 0.1, 4: 0.9, 5: 0.7}
+    kept = [version(number, metrics={"loss": loss}) for number, loss in losses.items()]
+    assert Every(keep=1, best="loss").retained(kept) == {3, 5}
+    assert Every(keep=1, best="loss", best_is="highest").retained(kept) == {4, 5}
+    assert Every(keep=1, best="accuracy").retained(kept) == {5}
+
+
+def test_when_a_version_is_kept() -> None:
+    rule = Every(steps=50, milestone_steps=30)
+    assert [step for step in range(1, 121) if rule.is_due(step)] == [30, 50, 60, 90, 100, 120]
+
+
+@pytest.mark.parametrize("changes", [{"steps": 0}, {"keep": 0}, {"milestone_steps": 0}])
+def test_rules_that_cannot_be_are_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(ConfigurationError):
+        Every(**changes)
+
+
+def test_a_manifest_survives_the_wire_and_damage_is_found() -> None:
+    original = version(3, metrics={"loss": 0.25}, restored_from=1, skipped=(4, 9))
+    data = manifests.encode(original)
+    assert manifests.decode(data) == original
+    for broken in (data[:-1], b"", b"\x01\x02", data + b"x"):
+        with pytest.raises(CheckpointError):
+            manifests.decode(broken)
+
+
+def test_a_part_names_the_chunks_of_the_version_that_wrote_them() -> None:
+    run = RunKeys("shop", "digits")
+    part = Part(True, 7, 2, 3, 3, (b"a", b"b"))
+    assert part.keys(run) == [run.chunk(7, 2, 3), run.chunk(7, 2, 4)]
+    assert version(9, parts={"parameters": part}).keys(run) == part.keys(run)

@@ -1,0 +1,85 @@
+"""Sums whose bits depend on the shards alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from taskmesh.training.aggregate import Contribution, Round, TreeSum
+
+
+def leaves(count: int) -> list[np.ndarray]:
+    generator = np.random.default_rng(count)
+    return [(generator.standard_normal(50) * 10.0 ** generator.integers(-6, 6)).astype("f4") for _ in range(count)]
+
+
+def in_order(values: list[np.ndarray]) -> np.ndarray:
+    """The tree, written down plainly."""
+    while len(values) > 1:
+        values = [sum(values[at + 1 : at + 2], start=values[at]) for at in range(0, len(values), 2)]
+    return values[0]
+
+
+@given(st.integers(1, 33), st.randoms(use_true_random=False))
+def test_any_order_of_arrival_gives_the_same_bits(count: int, shuffle: random.Random) -> None:
+    values = leaves(count)
+    tree = TreeSum(count)
+    order = list(range(count))
+    shuffle.shuffle(order)
+    for leaf in order:
+        assert not tree.is_complete
+        tree.add(leaf, values[leaf].copy())
+    assert tree.is_complete
+    assert tree.total().tobytes() == in_order(values).tobytes()
+
+
+def test_it_holds_few_arrays_when_they_come_in_turn() -> None:
+    tree = TreeSum(64)
+    for leaf in range(64):
+        tree.add(leaf, np.ones(1, "f4"))
+        assert len(tree._nodes) <= 7
+    assert tree.total() == [64.0]
+
+
+def test_a_leaf_comes_once() -> None:
+    tree = TreeSum(2)
+    tree.add(0, np.ones(1, "f4"))
+    for leaf in (0, 2, -1):
+        with pytest.raises(ValueError, match="leaf"):
+            tree.add(leaf, np.ones(1, "f4"))
+    with pytest.raises(ValueError, match="1 of 2"):
+        tree.total()
+
+
+def contribution(loss: float, count: int, gradient: float, floats: list[float], integers: list[int]) -> Contribution:
+    return Contribution(
+        loss, count, np.array([gradient], "f4"), np.array(floats, "f4"), np.array(integers, np.int64)
+    )
+
+
+def test_shards_of_1_and_63_weigh_as_they_should() -> None:
+    round_ = Round(2)
+    round_.add(1, contribution(63.0 * 2, 63, 63.0 * 5, [4.0], [9]))
+    round_.add(0, contribution(1.0 * 8, 1, 1.0 * 7, [0.0], [3]))
+    update = round_.update()
+    assert update.count == 64
+    assert update.loss == (8 + 126) / 64
+    assert update.gradient[0] == np.float32((7 + 315) / 64)
+    assert update.floats[0] == 4.0 * 63 / 64, "float buffers are averaged by samples"
+    assert update.integers.tolist() == [3], "integer buffers are the lowest shard's"
+
+
+def test_the_order_does_not_show_in_a_round() -> None:
+    seen = set()
+    for order in itertools.permutations(range(4)):
+        round_ = Round(4)
+        for shard in order:
+            round_.add(shard, contribution(0.1 * shard, 3 + shard, 1e-3 * 7.0**shard, [], []))
+        update = round_.update()
+        seen.add((update.loss, update.gradient.tobytes()))
+    assert len(seen) == 1

@@ -1,0 +1,59 @@
+"""Which samples go where."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from taskmesh.errors import ConfigurationError
+from taskmesh.training.data import Sampler
+from taskmesh.training.plan import make_plan, next_batch, split
+
+
+@given(st.integers(1, 200), st.integers(1, 64), st.integers(0, 3))
+def test_every_index_once_in_a_data_epoch(samples: int, batch_size: int, epoch: int) -> None:
+    sampler = Sampler(samples, batch_size, seed=5)
+    first = epoch * sampler.batches_per_epoch
+    batches = [sampler.batch(first + place) for place in range(sampler.batches_per_epoch)]
+    assert sorted(index for batch in batches for index in batch) == list(range(samples))
+    assert {len(batch) for batch in batches[:-1]} <= {batch_size}
+
+
+def test_the_order_is_another_in_each_epoch_and_the_same_for_a_seed() -> None:
+    sampler = Sampler(100, 100, seed=1)
+    assert sampler.batch(0) != sampler.batch(1)
+    assert sampler.batch(0) == Sampler(100, 100, seed=1).batch(0), "after looking at a later epoch too"
+    assert sampler.batch(0) != Sampler(100, 100, seed=2).batch(0)
+
+
+@given(st.lists(st.integers(), min_size=1, max_size=100), st.integers(1, 16))
+def test_shards_are_even_and_none_is_empty(indices: list[int], shards: int) -> None:
+    cut = split(indices, shards)
+    assert [index for shard in cut for index in shard] == indices
+    lengths = [len(shard) for shard in cut]
+    assert len(cut) == min(shards, len(indices))
+    assert max(lengths) - min(lengths) <= 1
+    assert min(lengths) >= 1
+
+
+def test_103_samples_in_4_shards() -> None:
+    sampler = Sampler(103, 32, seed=0)
+    plans = [make_plan(sampler, step + 1, step, (), 4) for step in range(4)]
+    assert [plan.samples for plan in plans] == [32, 32, 32, 7]
+    assert Counter(index for plan in plans for shard in plan.shards for index in shard) == Counter(range(103))
+
+
+def test_batches_that_are_left_out_are_passed_over() -> None:
+    assert next_batch(4, (4, 5, 9)) == 6
+    assert next_batch(6, (4, 5, 9)) == 6
+    plan = make_plan(Sampler(10, 5, 0), step=3, drawn=2, skipped=(2,), shards=2)
+    assert (plan.step, plan.batch) == (3, 3)
+
+
+@pytest.mark.parametrize(("samples", "batch_size"), [(0, 1), (1, 0)])
+def test_no_samples_and_no_batch_are_refused(samples: int, batch_size: int) -> None:
+    with pytest.raises(ConfigurationError):
+        Sampler(samples, batch_size, 0)
