@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import slots
+from benchmarks.peers import handlers
 from benchmarks.processes import Children, SideFailed, Worker
 from benchmarks.servers import Server
 from benchmarks.sides import Measure, Side
@@ -31,6 +32,7 @@ class Scale:
     round_trips: int = 500
     round_trip_seconds: float = 20.0
     delayed: int = 300
+    delayed_waiting: int = 100_000
     persistent: bool = False
 
 
@@ -172,44 +174,44 @@ class Bench:
         }
 
     def delayed_lateness(self) -> float:
-        """p99 of how much later than due a delayed no-op starts, in seconds."""
+        """p99 of how much later than due a delayed no-op starts, in seconds, while many others wait for later."""
         count = self.scale.delayed
         marks = slots.create(self._slots, count)
         with Server(persistent=self.scale.persistent) as server:
             children = self._children(server, "delayed", results=False)
             with children.worker() as worker:
-                due: list[float] = children.ask("delayed", "noop", count, 1.0)["due"]
+                arguments = ("noop", count, 1.0, self.scale.delayed_waiting)
+                due: list[float] = children.ask("delayed", *arguments)["due"]
                 self._wait_settled(server, worker, marks, count)
         late = [slots.read(marks, task).first_start - due[task] for task in range(count)]
         marks.close()
         return percentile(late, 0.99)
 
-    def recovery_after_kill(self, count: int = 200) -> float:
-        """Seconds from the SIGKILL of a worker amid 50 ms tasks until its successor has ended all orphans.
+    def recovery_after_kill(self, count: int = 400) -> float:
+        """Seconds from the SIGKILL of one of two workers amid 50 ms tasks until its last orphan has started again.
 
-        The successor starts at once. An orphan is a task that had started and not ended when its worker died.
-        No task may be lost: it waits until every one has ended and is settled, or raises SideFailed.
+        An orphan is a task that had started when its worker died and that nobody else ended in its time. No task
+        may be lost: it waits until every one has ended and is settled, or raises SideFailed.
         """
         marks = slots.create(self._slots, count)
         with Server(persistent=self.scale.persistent) as server:
             children = self._children(server, "recovery", results=True)
-            children.ask("produce", "slow", count)
-            with children.worker() as doomed:
+            with children.worker() as survivor, children.worker() as doomed:
+                children.ask("produce", "slow", count)
                 deadline = time.monotonic() + 60
                 while sum(slots.read(marks, task).ends > 0 for task in range(count)) < count // 2:
                     doomed.check()
                     if time.monotonic() > deadline:
                         raise SideFailed("the worker that was to be killed did not get half-way within 60 s")
                     time.sleep(0.005)
-                time.sleep(0.02)  # into the middle of the next tasks, where they start in step
                 doomed.kill()
-            killed = time.monotonic()
-            at_kill = [slots.read(marks, task) for task in range(count)]
-            orphans = [task for task, slot in enumerate(at_kill) if slot.starts and not slot.ends]
-            if not orphans:
-                raise SideFailed("no task was running at the kill")
-            with children.worker() as successor:
-                self._wait_settled(server, successor, marks, count)
-        recovered = max(slots.read(marks, task).last_end for task in orphans)
+                killed = time.monotonic()
+                at_kill = [slots.read(marks, task) for task in range(count)]
+                running = [task for task, slot in enumerate(at_kill) if slot.starts and not slot.ends]
+                self._wait_settled(server, survivor, marks, count)
+        ends = {task: slots.read(marks, task) for task in running}
         marks.close()
-        return recovered - killed
+        orphans = [slot.last_end for slot in ends.values() if slot.starts > 1]
+        if not orphans:
+            raise SideFailed("no task was running in the killed worker")
+        return max(orphans) - handlers.SLOW - killed

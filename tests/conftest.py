@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -50,7 +49,7 @@ def make_mesh(redis_url: str) -> MakeMesh:
     def make(name: str = "test", **arguments: Any) -> Mesh:
         fields = MeshSettings.__dataclass_fields__
         changes = {key: arguments.pop(key) for key in list(arguments) if key in fields}
-        return Mesh(name, settings=settings_for_tests(redis_url, **changes), **arguments)
+        return Mesh(name, settings=settings_for_tests(changes.pop("url", redis_url), **changes), **arguments)
 
     return make
 
@@ -58,9 +57,7 @@ def make_mesh(redis_url: str) -> MakeMesh:
 @pytest.fixture
 async def mesh(make_mesh: MakeMesh) -> AsyncIterator[Mesh]:
     """A Mesh that is connected for the whole test."""
-    made = make_mesh()
-    async with contextlib.AsyncExitStack() as stack:
-        await stack.enter_async_context(made)
+    async with make_mesh() as made:
         yield made
 
 

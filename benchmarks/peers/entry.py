@@ -3,7 +3,8 @@
     worker                        run a worker until it is ended by a signal
     produce TASK N                queue N tasks, 100 at a time; answers the seconds it took
     latency WARMUP N SECONDS      up to N round trips one at a time, for SECONDS at most; answers the samples
-    delayed TASK N DELAY          queue N tasks for DELAY seconds later; answers when each is due (monotonic)
+    delayed TASK N DELAY WAITING  queue N tasks for DELAY seconds later, behind WAITING that are not due for
+                                  long; answers when each is due (monotonic)
 
 The answer is a line "RESULT {json}" on stdout.
 """
@@ -20,6 +21,7 @@ import time
 from typing import Any
 
 BULK = 100
+LONG_DELAY = 3600.0
 
 
 async def _done(value: Any) -> Any:
@@ -48,7 +50,10 @@ async def latency(side: Any, warmup: int, count: int, seconds: float) -> dict[st
     return {"samples": samples}
 
 
-async def delayed(side: Any, task: str, count: int, delay: float) -> dict[str, Any]:
+async def delayed(side: Any, task: str, count: int, delay: float, waiting: int) -> dict[str, Any]:
+    for first in range(0, waiting, 1000):
+        later = range(first, min(waiting, first + 1000))
+        await asyncio.gather(*(_done(side.enqueue_delayed(task, 0, LONG_DELAY)) for _ in later))
     due: list[float] = []
     for i in range(count):
         due.append(time.monotonic() + delay)
@@ -64,7 +69,7 @@ async def _produce_side(side: Any, command: str, arguments: list[str]) -> dict[s
         if command == "latency":
             return await latency(side, int(arguments[0]), int(arguments[1]), float(arguments[2]))
         if command == "delayed":
-            return await delayed(side, arguments[0], int(arguments[1]), float(arguments[2]))
+            return await delayed(side, arguments[0], int(arguments[1]), float(arguments[2]), int(arguments[3]))
         raise SystemExit(f"unknown command {command!r}")
     finally:
         await _done(side.close())

@@ -93,10 +93,11 @@ class Story:
         killed, step = time.monotonic(), self._books.steps
         self._workers.start()
         await self._until_step(step + 1)
-        self._report.worker_killed_recovery_s = round(time.monotonic() - killed, 3)
+        self._report.worker_killed_recovery_s = took = round(time.monotonic() - killed, 3)
+        lease = app.mesh.settings.liveness_ttl
         self._screen.say(
             f"Recovered: its shards were taken over and step {step + 1} is committed, "
-            f"{self._report.worker_killed_recovery_s:.2f} s after the kill (its lease is {app.mesh.settings.liveness_ttl:g} s)."
+            f"{took:.2f} s after the kill (its lease is {lease:g} s)."
         )
 
     async def _freeze_in_mid_step(self, process: Popen[bytes]) -> int:

@@ -15,7 +15,7 @@ from taskmesh.checkpoints.lease import Lease
 from taskmesh.checkpoints.manifest import Manifest
 from taskmesh.checkpoints.retention import Every
 from taskmesh.checkpoints.store import VersionStore
-from taskmesh.errors import ConfigurationError, TaskmeshError
+from taskmesh.errors import BrokerError, CheckpointError, ConfigurationError, TaskmeshError
 from taskmesh.events import Committed
 from taskmesh.keys import RunKeys, check_name
 from taskmesh.monitoring.status import RunStatus
@@ -35,7 +35,7 @@ from taskmesh.training.shard import LossFunction, Recipe, Replica
 R = TypeVar("R")
 RESULT_TTL = 60.0
 INFERENCE_ROWS = 256
-INFERENCE_RETRY = Retry(attempts=3, delay=0.05)
+INFERENCE_RETRY = Retry(attempts=3, delay=0.05, on=(BrokerError,))
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
@@ -111,7 +111,9 @@ class Trainer:
         replica = Replica(mesh, self._setup.keys, recipe)
         options = TaskOptions(queue=name, result_ttl=RESULT_TTL)
         self._gradient = mesh.add_task(replica.gradient, f"{name}.gradient", options)
-        options = TaskOptions(queue=name, result_ttl=RESULT_TTL, retry=INFERENCE_RETRY)
+        options = TaskOptions(
+            queue=name, result_ttl=RESULT_TTL, retry=INFERENCE_RETRY, raises=(CheckpointError,)
+        )
         self._infer = mesh.add_task(replica.infer, f"{name}.infer", options)
         self._master: Master | None = None
         mesh.runs[name] = self
@@ -186,7 +188,18 @@ class Trainer:
             CheckpointError: there is no such version.
             TaskFailed: a worker could not compute it.
         """
-        manifest = await self.store.find(version)
+        store = self.store
+        manifest = await store.find(version)
+        try:
+            return await self._predict(manifest, rows, task_rows)
+        except CheckpointError:
+            # A version that is not kept gives way to the next one of a run under way.
+            kept = [] if manifest.kept else await store.kept()
+            if not kept:
+                raise
+            return await self._predict(kept[-1], rows, task_rows)
+
+    async def _predict(self, manifest: Manifest, rows: Tensor, task_rows: int) -> Tensor:
         part = manifest.parts["parameters"]
         calls = [self._infer.bind(part, manifest.layout, piece) for piece in torch.split(rows, task_rows)]
         handles = await self._infer.submit_many(calls)

@@ -22,6 +22,7 @@ from taskmesh.tasks import Call, Context, Middleware, Next, TaskDefinition
 from taskmesh.worker.batching import Batcher
 from taskmesh.worker.deliveries import Delivery
 from taskmesh.worker.drive import LoopGone, drive
+from taskmesh.worker.eager import start_now
 from taskmesh.worker.endings import Endings
 from taskmesh.worker.middleware import compose
 
@@ -104,10 +105,12 @@ class Executor:
     def _start_runners(self, count: int) -> None:
         loop = asyncio.get_running_loop()
         for _ in range(count):
-            runner = loop.create_task(self._runner())
-            self._runners.add(runner)
-            runner.add_done_callback(self._runners.discard)
+            self._keep(loop.create_task(self._runner()))
         self._starting += count
+
+    def _keep(self, runner: asyncio.Task[None]) -> None:
+        self._runners.add(runner)
+        runner.add_done_callback(self._runners.discard)
 
     def _next(self) -> Delivery | None:
         """The most urgent, unless a lane has been passed over so often that it is its turn."""
@@ -153,8 +156,10 @@ class Executor:
     def _release(self) -> None:
         """A slot is free again."""
         self.active -= 1
-        if any(self._ready):
-            self.dispatch()
+        if self.active + self._starting < self._settings.concurrency and any(self._ready):
+            # At once: behind everybody who has just woken up, the slot would stand empty meanwhile.
+            self._starting += 1
+            self._keep(start_now(self._runner()))
         for batcher in self._batchers.values():
             batcher.flush()
         self._on_room()
@@ -287,9 +292,7 @@ class Executor:
         if self.active >= self._settings.concurrency:
             return False
         self.active += 1
-        runner = asyncio.get_running_loop().create_task(self._run_batch(deliveries))
-        self._runners.add(runner)
-        runner.add_done_callback(self._runners.discard)
+        self._keep(asyncio.get_running_loop().create_task(self._run_batch(deliveries)))
         return True
 
     async def _run_batch(self, deliveries: list[Delivery]) -> None:

@@ -33,6 +33,10 @@ class Pace:
             self._count = 0
             self._since = now
 
+    def stalled(self) -> None:
+        """Nothing ends any more: what was measured before says nothing about the work at hand."""
+        self._rate = 0.0
+
     @property
     def ahead(self) -> int:
         """Deliveries that may wait here beyond the free slots."""

@@ -356,6 +356,7 @@ class Worker:
                 waited > self._settings.hand_back_after
                 and self._executor.active >= self._settings.concurrency
             ):
+                self._pace.stalled()
                 waiting = self._executor.take_waiting()
                 log.info("all slots are taken: %d deliveries go back to the others", len(waiting))
                 await self._hand_back(waiting)

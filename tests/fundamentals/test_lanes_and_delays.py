@@ -168,3 +168,29 @@ async def test_what_waits_behind_slow_tasks_goes_to_a_worker_that_is_free(mesh: 
             for handle in quick:
                 await handle.result(timeout=5)
         release.set()
+
+
+async def test_what_was_handed_back_is_not_fetched_again_while_the_slots_stay_taken(
+    mesh: Mesh, plain: redis.Redis
+) -> None:
+    release = asyncio.Event()
+
+    @mesh.task
+    async def work(slow: bool) -> None:
+        if slow:
+            await release.wait()
+
+    async with mesh.worker(WorkerSettings(concurrency=2, hand_back_after=0.05)):
+        for handle in await work.submit_many([False] * 2000):
+            await handle.result(timeout=10)
+        await work.submit_many([True, True, *[False] * 50])
+        await wait_until(lambda: _pending_of_live_workers(plain) == 2)
+        for _ in range(20):
+            await asyncio.sleep(0.05)
+            assert _pending_of_live_workers(plain) == 2
+        release.set()
+
+
+def _pending_of_live_workers(plain: redis.Redis) -> int:
+    consumers = plain.xpending(PREFIX + "tasks:normal", "workers")["consumers"]
+    return sum(consumer["pending"] for consumer in consumers if consumer["name"] != b"returned")

@@ -19,7 +19,7 @@ class Tied(nn.Module):
         self.register_buffer("mask", torch.ones(2), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.out(self.embedding(tokens))
+        return self.out(self.embedding(tokens))  # type: ignore[no-any-return]
 
 
 def with_norm() -> nn.Sequential:

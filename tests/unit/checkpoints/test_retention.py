@@ -52,7 +52,7 @@ def test_when_a_version_is_kept() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"steps": 0}, {"keep": 0}, {"milestone_steps": 0}])
-def test_rules_that_cannot_be_are_refused(changes: dict[str, int]) -> None:
+def test_rules_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         Every(**changes)
 

@@ -1,0 +1,224 @@
+"""Versions on a real server: complete or not there, whatever dies when; written by one leader at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import redis
+
+from taskmesh import CheckpointError, LeadershipLost, TrainingError
+from taskmesh.broker.caller import Caller
+from taskmesh.checkpoints.lease import Lease
+from taskmesh.checkpoints.manifest import Manifest
+from taskmesh.checkpoints.store import Commit, VersionStore
+from taskmesh.testing import MovableClock
+from tests.integration import checkpoint_writer as writer
+from tests.integration.checkpoint_writer import KEYS, content, save
+
+TTL = 5.0
+
+
+@pytest.fixture
+def clock() -> MovableClock:
+    return MovableClock()
+
+
+@pytest.fixture
+async def caller(redis_url: str, clock: MovableClock) -> AsyncIterator[Caller]:
+    made = await writer.connect(redis_url, clock)
+    yield made
+    await made.server.close()
+
+
+@pytest.fixture
+def store(caller: Caller) -> VersionStore:
+    return VersionStore(caller, caller, KEYS)
+
+
+@pytest.fixture
+async def token(caller: Caller) -> int:
+    return await Lease(caller, KEYS, TTL).acquire()
+
+
+async def test_what_was_written_is_read(store: VersionStore, token: int) -> None:
+    manifest = await save(store, token, 1)
+    assert await store.current() == manifest
+    assert await store.kept() == [manifest]
+    assert await store.find() == await store.find(1) == await store.find_kept(1) == manifest
+    newest = await store.load_newest()
+    assert newest is not None
+    assert newest[0] == manifest
+    assert b"".join(newest[1]["parameters"]) == content(1)
+    assert newest[1]["state"] == [b"state 1"]
+    assert len(manifest.parts["parameters"].digests) == 3
+    assert await store.ledger(10) == [b"entry 1"]
+
+
+async def test_there_may_be_none(store: VersionStore) -> None:
+    assert await store.current() is None
+    assert await store.load_newest() is None
+    for attempt in (store.find(), store.find(3), store.find_kept(3), store.load_parameters()):
+        with pytest.raises(CheckpointError, match="version"):
+            await attempt
+
+
+async def test_old_versions_go_and_leave_nothing(store: VersionStore, token: int, plain: redis.Redis) -> None:
+    for version in range(1, 6):
+        await save(store, token, version)
+    kept = await store.kept()
+    assert [manifest.version for manifest in kept] == [4, 5]
+    wanted = {key for manifest in kept for key in manifest.keys(KEYS)}
+    assert set(plain.keys("*")) == wanted | {KEYS.lease, KEYS.current, KEYS.history, KEYS.ledger}
+
+
+async def test_chunks_that_a_kept_version_shares_stay(store: VersionStore, token: int) -> None:
+    """As a rollback does it: the new version has the old one's chunks, and the old one goes."""
+    old = await save(store, token, 1)
+    again = Manifest(2, 1, 1, 1, token, True, "layout", old.parts, restored_from=1)
+    await store.commit(Commit(again, [old]), token)
+    assert [manifest.version for manifest in await store.kept()] == [2]
+    assert b"".join(await store.load(again.parts["parameters"])) == content(1)
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
+async def test_a_damaged_chunk_is_found_and_the_version_before_loads(
+    store: VersionStore, token: int, plain: redis.Redis, damage: str
+) -> None:
+    await save(store, token, 1)
+    manifest = await save(store, token, 2)
+    key = manifest.parts["parameters"].keys(KEYS)[1]
+    if damage == "changed":
+        plain.setrange(key, 12_345, b"!")
+    elif damage == "cut":
+        plain.set(key, plain.getrange(key, 0, 99))
+    else:
+        plain.delete(key)
+    with pytest.raises(CheckpointError, match="gone" if damage == "gone" else "corrupt"):
+        await store.load_parameters(2)
+    newest = await store.load_newest()
+    assert newest is not None
+    assert newest[0].version == 1
+    plain.delete(*(await store.find(1)).parts["state"].keys(KEYS))
+    with pytest.raises(CheckpointError, match="none of its 2 checkpoints is whole"):
+        await store.load_newest()
+
+
+async def test_a_reader_falls_back_when_the_current_version_has_gone(store: VersionStore, token: int) -> None:
+    await save(store, token, 1)
+    part = await store.write(2, token, {"parameters": b"fleeting"}, kept=False)
+    await store.commit(Commit(Manifest(2, 1, 2, 2, token, False, "layout", part)), token)
+    assert (await store.load_parameters())[1] == [b"fleeting"]
+    await store.forget(part["parameters"])
+    manifest, pieces = await store.load_parameters()
+    assert manifest.version == 1
+    assert b"".join(pieces) == content(1)
+
+
+async def test_versions_that_are_not_kept_have_a_time_to_live(
+    store: VersionStore, token: int, plain: redis.Redis
+) -> None:
+    part = (await store.write(1, token, {"parameters": b"x"}, kept=False))["parameters"]
+    assert all(plain.pttl(key) > 0 for key in part.keys(KEYS))
+
+
+async def test_a_master_that_was_replaced_can_write_nothing(
+    store: VersionStore, caller: Caller, clock: MovableClock, token: int, plain: redis.Redis
+) -> None:
+    manifest = await save(store, token, 1)
+    reserved = await store.write(2, token, {"parameters": content(2), "state": b""}, kept=True)
+    clock.advance(TTL + 1)
+    successor = await Lease(caller, KEYS, TTL).acquire()
+    assert successor > token
+    with pytest.raises(LeadershipLost):
+        await store.commit(Commit(Manifest(2, 1, 2, 2, token, True, "layout", reserved)), token)
+    with pytest.raises(LeadershipLost):
+        await store.write(3, token, {"parameters": b"late"}, kept=True)
+    assert await store.current() == manifest
+    # Its chunks are gone too: the refused master removes them, the successor what the refused one could not.
+    await store.sweep()
+    assert set(plain.keys("*chunk*")) == set(manifest.keys(KEYS))
+    assert (await save(store, successor, 2)).token == successor
+
+
+async def test_a_commit_whose_reply_was_lost_may_be_made_again(store: VersionStore, token: int) -> None:
+    manifest = await save(store, token, 1)
+    await store.commit(Commit(manifest, [], b"entry 1"), token)
+    assert await store.ledger(10) == [b"entry 1"]
+
+
+async def test_tokens_rise_with_each_leadership(caller: Caller, clock: MovableClock) -> None:
+    one, other = Lease(caller, KEYS, TTL), Lease(caller, KEYS, TTL)
+    assert await one.acquire() == 1
+    assert await one.acquire() == 1, "the same leadership"
+    with pytest.raises(TrainingError, match=one.owner):
+        await other.acquire(timeout=0)
+    clock.advance(TTL - 1)
+    await one.renew()
+    clock.advance(TTL - 1)
+    with pytest.raises(TrainingError):
+        await other.acquire(timeout=0)
+    await one.release()
+    assert await other.acquire(timeout=0) == 2
+    with pytest.raises(LeadershipLost):
+        await one.renew()
+    await one.release()
+    with pytest.raises(TrainingError):
+        await one.acquire(timeout=0)
+
+
+async def test_a_lease_that_ran_out_is_renewed_while_nobody_else_has_come(caller: Caller, clock: MovableClock) -> None:
+    lease = Lease(caller, KEYS, TTL)
+    await lease.acquire()
+    clock.advance(10 * TTL)
+    await lease.renew()
+    assert lease.token == 1
+    clock.advance(10 * TTL)
+    assert await lease.acquire() == 2, "taking it anew is another leadership"
+
+
+async def test_a_contender_waits_until_the_lease_is_free(caller: Caller) -> None:
+    one, other = Lease(caller, KEYS, TTL), Lease(caller, KEYS, TTL)
+    await one.acquire()
+    waiting = asyncio.create_task(other.acquire())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await one.release()
+    assert await asyncio.wait_for(waiting, 2.0) == 2
+
+
+def write_until_killed(redis_url: str, seconds: float) -> None:
+    """Let a writer run for so long after it has taken the lease."""
+    command = [sys.executable, "-m", "tests.integration.checkpoint_writer", redis_url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(seconds)
+        process.kill()
+
+
+async def test_a_master_killed_at_any_point_of_a_save_leaves_a_whole_version(
+    store: VersionStore, redis_url: str, plain: redis.Redis
+) -> None:
+    """50 writers killed at random instants. What loads is complete, and no chunk outlives the next sweep."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    last = 0
+    for _ in range(50):
+        await asyncio.to_thread(write_until_killed, redis_url, draw.uniform(0, 0.03))
+        newest = await store.load_newest()
+        if newest is not None:
+            manifest, parts = newest
+            assert manifest.version >= last
+            assert b"".join(parts["parameters"]) == content(manifest.version)
+            last = manifest.version
+    await store.sweep()
+    wanted = {key for manifest in await store.kept() for key in manifest.keys(KEYS)}
+    assert last > 0
+    assert set(plain.keys("*chunk*")) == wanted
