@@ -13,7 +13,8 @@ from taskmesh.errors import ConfigurationError
 from taskmesh.messages import Priority
 
 GROUP = b"workers"
-RETURNED = b"returned"
+RETURNED = b"returned"  # the consumer that holds what was handed back, for anybody to take
+SUSPECTS = b"suspects"  # the consumer that holds what two workers died with, for one at a time to take
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
 
 

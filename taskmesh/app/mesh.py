@@ -130,10 +130,14 @@ class Mesh:
     # connection
 
     async def __aenter__(self) -> Mesh:
-        if self._client is None:
-            self._client = await Client.connect(
+        while self._client is None:
+            client = await Client.connect(
                 self.name, self.settings, self.queues, self.clock, self.observers
             )
+            if self._client is None:
+                self._client = client
+            else:  # another task was quicker
+                await client.close()
         self._entered += 1
         return self
 

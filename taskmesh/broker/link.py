@@ -201,10 +201,12 @@ class Link:
                 group.done.set_exception(reason)
                 group.done.exception()  # its caller may have been cancelled: then nobody else looks at it
         if self._replies is replies:
-            transport = self._transport
+            connection, transport = self._connection, self._transport
             self._connection = self._transport = self._replies = None
             if transport is not None:
                 transport.abort()
+            if connection is not None:
+                connection._close()  # type: ignore[no-untyped-call]
 
     def drop(self, reason: str = "dropped") -> None:
         """Cut the connection: calls under way fail, the next call opens a new one."""

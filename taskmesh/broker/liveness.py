@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from taskmesh.broker.streams import Partition
-from taskmesh.keys import RETURNED
+from taskmesh.keys import RETURNED, SUSPECTS
 
 
 class Dead(NamedTuple):
@@ -43,7 +43,7 @@ class Witness:
         before, self._unchanged_since = self._unchanged_since, {}
         dead: list[Dead] = []
         for worker, last_seen in rows:
-            if worker == RETURNED:
+            if worker in (RETURNED, SUSPECTS):
                 dead.append(Dead(worker, last_seen))
                 continue
             seen, since = before.get(worker, (b"", now))

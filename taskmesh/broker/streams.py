@@ -239,10 +239,12 @@ class Partition:
         keys = self.keys
         return int(await self.caller.run(scripts.SWEEP, keys.tag, [*keys.lanes, keys.workers], (GROUP,)))
 
-    async def hand_back(self, worker: bytes, entries: Sequence[tuple[Priority, bytes]]) -> int:
+    async def hand_back(
+        self, worker: bytes, entries: Sequence[tuple[Priority, bytes]], to: bytes = RETURNED
+    ) -> int:
         """Give entries that were not started back to the group, uncounted."""
         keys = self.keys
-        arguments: list[Argument] = [GROUP, worker, RETURNED]
+        arguments: list[Argument] = [GROUP, worker, to]
         for lane, entry in entries:
             arguments += (lane + 1, entry)
         return int(

@@ -15,7 +15,7 @@ from taskmesh.broker.caller import Caller
 from taskmesh.broker.link import Argument
 from taskmesh.broker.streams import Partition
 from taskmesh.errors import BrokerError
-from taskmesh.keys import GROUP, RETURNED
+from taskmesh.keys import GROUP, RETURNED, SUSPECTS
 from taskmesh.messages import Priority
 from taskmesh.monitoring.status import (
     LaneStatus,
@@ -139,7 +139,7 @@ async def _queues(
         queue = partition.keys.queue
         statuses.append(QueueStatus(queue, _lane_statuses(found), int(delayed), int(dead), int(parked), age))
         for name, seen in zip(workers[::2], workers[1::2], strict=True):
-            if name == RETURNED:
+            if name in (RETURNED, SUSPECTS):
                 continue
             holds = sum(lane.consumers.get(name, 0) for lane in found)
             since = max(0.0, (here_ms - float(seen)) / 1000)
@@ -171,7 +171,7 @@ def _lane(length: Any, pending: Any, groups: Any) -> _Lane:
 def _lane_statuses(lanes: Sequence[_Lane]) -> tuple[LaneStatus, ...]:
     statuses: list[LaneStatus] = []
     for priority, lane in zip(Priority, lanes, strict=True):
-        held = lane.pending - lane.consumers.get(RETURNED, 0)
+        held = lane.pending - lane.consumers.get(RETURNED, 0) - lane.consumers.get(SUSPECTS, 0)
         statuses.append(LaneStatus(priority.name.lower(), max(0, lane.length - held), held))
     return tuple(statuses)
 

@@ -206,7 +206,9 @@ class RedisCluster:
         with node.client() as client:
             text = client.execute_command("CLUSTER INFO")
         information = text if isinstance(text, dict) else _fields(text)
-        return information["cluster_state"] == "ok" and information["cluster_known_nodes"] == str(len(self.nodes))
+        return information["cluster_state"] == "ok" and information["cluster_known_nodes"] == str(
+            len(self.nodes)
+        )
 
     def stop(self) -> None:
         for node in self.nodes:

@@ -34,7 +34,7 @@ class Finished:
     """How a run stands when ``run`` returns.
 
     Attributes:
-        loss: of the last step; NaN when none was taken.
+        loss: of the last step; NaN when none was ever taken.
         digest: of the parameters' bytes: equal for two runs exactly when the parameters are.
         skipped: batches that were left out, by number.
     """
@@ -71,7 +71,6 @@ class Master:
         self._collector = collector
         self._observers = observers
         self.progress = Progress()
-        self._loss = float("nan")
         self._returns: Counter[int] = Counter()
         self._requests: list[tuple[int, asyncio.Future[int]]] = []
 
@@ -92,10 +91,11 @@ class Master:
             if committed is not None and on_commit is not None:
                 on_commit(committed)
         await self._committer.end()
-        part = self._committer.parameters
-        return Finished(
-            self._committer.version, self.progress.step, self._loss, part.root.hex(), self.progress.skipped
-        )
+        current = self._committer.current
+        assert current is not None
+        digest = current.parts["parameters"].root.hex()
+        loss = current.metrics.get("loss", float("nan"))
+        return Finished(current.version, current.step, loss, digest, current.skipped)
 
     async def _take_step(self, *, last: bool) -> Committed | None:
         """One step; None when it ended in a rollback."""
@@ -141,7 +141,7 @@ class Master:
                 version, parent, plan.step, plan.batch, tuple(map(len, plan.shards)), gathered.shares
             ),
         )
-        self.progress, self._loss = progress, update.loss
+        self.progress = progress
         dense_bytes = 4 * self._learner.flat.layout.float_count * len(plan.shards)
         seconds = time.monotonic() - started
         event = Committed(

@@ -406,6 +406,15 @@ class Executor:
             taken += batcher.take()
         return taken
 
+    def longest_timeout(self) -> float | None:
+        """The longest that a handler under way may take; None when one has no limit, or none runs. Any thread."""
+        try:
+            timeouts = [delivery.task.options.timeout for run in self._runs for delivery in run.deliveries]
+        except RuntimeError:  # the runs have changed meanwhile: the loop is at work
+            return None
+        limits = [timeout for timeout in timeouts if timeout is not None]
+        return max(limits) if limits and len(limits) == len(timeouts) else None
+
     def oldest_wait(self, now: float) -> float:
         """Seconds that the delivery that has waited longest for a slot has waited."""
         return max((now - ready[0].arrived for ready in self._ready if ready), default=0.0)

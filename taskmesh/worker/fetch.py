@@ -50,6 +50,7 @@ class Fetcher:
         self._partition = source.partition
         self._link = source.partition.caller.server.dedicated(source.keys.tag)
         self._stopping = False
+        self._adopt_now = False
         self._client: tuple[int, int] | None = None  # the connection's generation and its id at the server
         self._turn = 0
 
@@ -64,6 +65,9 @@ class Fetcher:
         idle = False
         failures = 0
         while not self._stopping:
+            if self._adopt_now:
+                self._adopt_now = False
+                await self._recover(self._adopt())
             room = self._intake.room(self._source)
             if room < 1:
                 await self._intake.wait_for_room(self._source)
@@ -144,6 +148,10 @@ class Fetcher:
         fresh = [entry for entry in entries if entry.id not in self._source.held[entry.lane]]
         log.info("queue %s: adopted %d deliveries after an error", self._source.queue, len(fresh))
         self._intake.take_in(self._source, fresh, now_ms)
+
+    def adopt(self) -> None:
+        """Before the next fetch, take in what the server holds for this worker and the worker has let go of."""
+        self._adopt_now = True
 
     def stop(self) -> None:
         """End after the fetch under way; ``unblock`` hastens it."""

@@ -22,6 +22,7 @@ from taskmesh.broker.scripts import FETCH, SETTLE
 from taskmesh.broker.streams import Partition
 from taskmesh.errors import BrokerError, DecodeError
 from taskmesh.events import Fetched, Observer, Observers, WorkerLost
+from taskmesh.keys import RETURNED, SUSPECTS
 from taskmesh.messages import Entry, Status
 from taskmesh.settings import MeshSettings, WorkerSettings
 from taskmesh.tasks import Middleware, Registry
@@ -38,6 +39,7 @@ from taskmesh.worker.upkeep import Upkeep
 log = logging.getLogger("taskmesh.worker")
 TICK = 0.1
 BATCHES_AHEAD = 2
+MANY_DEATHS = 2
 _ENGINE_FILES = (drive.__file__, execute.__file__, middleware.__file__, endings.__file__)
 
 
@@ -80,6 +82,8 @@ class Worker:
         self._fetching: list[asyncio.Task[None]] = []
         self._loops: list[asyncio.Task[None]] = []
         self._downloads: set[asyncio.Task[None]] = set()
+        self._errands: set[asyncio.Task[None]] = set()
+        self._suspect: Delivery | None = None
         self._rejoining: dict[Source, asyncio.Task[None]] = {}
         self._room = asyncio.Event()
         self._order = 0
@@ -184,7 +188,7 @@ class Worker:
         self._observers.add(observer)
 
     def _background(self) -> list[asyncio.Task[None]]:
-        return [*self._fetching, *self._loops, *self._downloads, *self._rejoining.values()]
+        return [*self._fetching, *self._loops, *self._downloads, *self._errands, *self._rejoining.values()]
 
     async def _stop_fetching(self) -> None:
         for fetcher in self._fetchers.values():
@@ -232,6 +236,7 @@ class Worker:
         now = time.monotonic()
         get_task = self._registry.get
         accept = self._executor.accept
+        set_aside: list[Delivery] = []
         order = self._order
         for entry in entries:
             order += 1
@@ -256,13 +261,39 @@ class Worker:
                 self._endings.dropped(delivery, Status.EXPIRED)
             elif entry.deliveries > task.options.max_deliveries:
                 self._endings.died(delivery)
+            elif entry.deliveries > 1 and self._is_one_too_many(delivery):
+                set_aside.append(delivery)
             elif message.blob_chunks:
                 self._download(delivery)
             else:
                 accept(delivery)
         self._order = order
+        if set_aside:
+            errand = asyncio.create_task(self._hand_back(set_aside, SUSPECTS), name="taskmesh suspects")
+            self._errands.add(errand)
+            errand.add_done_callback(self._errands.discard)
         self._observers.emit(Fetched(source.queue, len(entries)))
         self._executor.dispatch()
+
+    @property
+    def has_suspect(self) -> bool:
+        """Whether a message that two workers died with is in this worker's hands."""
+        suspect = self._suspect
+        return suspect is not None and suspect.entry in suspect.source.held[suspect.lane]
+
+    def _is_one_too_many(self, delivery: Delivery) -> bool:
+        """Whether the next death would condemn the message and another such message is in this worker's hands.
+
+        One at a time, so that a death condemns none but the one that was here: of the messages that were in flight
+        beside a killer, each gets to run without it.
+        """
+        deaths, most = delivery.deliveries - 1, delivery.task.options.max_deliveries
+        if deaths < min(MANY_DEATHS, most - 1):
+            return False
+        if self.has_suspect:
+            return True
+        self._suspect = delivery
+        return False
 
     def control(self, source: Source, entries: Sequence[tuple[bytes, list[bytes]]]) -> None:
         """What others said on the control stream."""
@@ -335,16 +366,17 @@ class Worker:
         for first in range(0, len(entries), 500):
             await source.partition.hand_back(self.worker, entries[first : first + 500])
 
-    async def _hand_back(self, deliveries: Sequence[Delivery]) -> None:
+    async def _hand_back(self, deliveries: Sequence[Delivery], to: bytes = RETURNED) -> None:
         for source in self._sources:
             entries = [(d.lane, d.entry) for d in deliveries if d.source is source]
             if not entries:
                 continue
             try:
                 for first in range(0, len(entries), 500):
-                    await source.partition.hand_back(self.worker, entries[first : first + 500])
+                    await source.partition.hand_back(self.worker, entries[first : first + 500], to)
             except BrokerError as error:
                 log.warning("queue %s: handing back: %s", source.queue, error)
+                self._fetchers[source].adopt()
             for lane, entry in entries:
                 source.held[lane].pop(entry, None)
 
@@ -365,13 +397,11 @@ class Worker:
     # liveness
 
     def _overrun(self) -> float:
-        """Seconds by which the event loop overruns the running handler's timeout; 0 without one. Any thread."""
-        current = self._executor.current
-        if current is None:
+        """Seconds by which the event loop is blocked beyond what the running handlers may take. Any thread."""
+        started, limit = self._executor.current or (0.0, self._executor.longest_timeout())
+        if limit is None:
             return 0.0
-        started, timeout = current
-        blocked = time.monotonic() - max(started, self._progress)
-        return max(0.0, blocked - timeout)
+        return max(0.0, time.monotonic() - max(started, self._progress) - limit)
 
     def _struck_off(self, source: Source) -> None:
         """Stopped for longer than the TTL: others have the work now. Take a new name and go on."""

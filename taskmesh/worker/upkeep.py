@@ -13,6 +13,7 @@ from taskmesh.broker.caller import pause_before
 from taskmesh.broker.liveness import Witness, look
 from taskmesh.errors import BrokerError
 from taskmesh.events import Claimed, Observers
+from taskmesh.keys import SUSPECTS
 from taskmesh.messages import Entry
 from taskmesh.worker.deliveries import Source
 
@@ -27,6 +28,9 @@ class Host(Protocol):
     """The worker, as its upkeep sees it."""
 
     worker: bytes
+
+    @property
+    def has_suspect(self) -> bool: ...
 
     def room(self, source: Source) -> int: ...
 
@@ -74,6 +78,8 @@ class Upkeep:
         rows, generation = await look(partition)
         for worker, last_seen in self._witness.observe(rows, now, generation):
             room = min(self._host.room(source), MAX_CLAIM)
+            if worker == SUSPECTS:
+                room = min(room, 0 if self._host.has_suspect else 1)
             if room < 1 or worker == self._host.worker:
                 continue
             entries = await partition.claim(worker, last_seen, self._host.worker, room)
@@ -85,7 +91,7 @@ class Upkeep:
             log.info("queue %s: took %d deliveries over from %s", source.queue, len(entries), name)
             self._observers.emit(Claimed(source.queue, name, len(entries)))
             self._host.take_in(source, entries, now_ms)
-            if len(entries) == room:
+            if len(entries) == room and worker != SUSPECTS:
                 self._look_now.set()
 
     async def promote(self) -> None:

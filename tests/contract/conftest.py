@@ -19,7 +19,9 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(scope="session", params=TOPOLOGIES)
-def topology(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshSettings]:
+def topology(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MeshSettings]:
     """Settings that reach a server of each kind."""
     if request.param == "embedded":
         folder = tmp_path_factory.mktemp("embedded")

@@ -7,7 +7,16 @@ import time
 
 import pytest
 
-from taskmesh import Batch, ConfigurationError, Context, InvalidArguments, Mesh, Retry, TaskFailed, WorkerSettings
+from taskmesh import (
+    Batch,
+    ConfigurationError,
+    Context,
+    InvalidArguments,
+    Mesh,
+    Retry,
+    TaskFailed,
+    WorkerSettings,
+)
 from tests.conftest import MakeMesh
 
 

@@ -34,7 +34,9 @@ async def test_reject_raises_at_once(make_mesh: MakeMesh) -> None:
             assert await (await work.submit(4)).result(timeout=5) == 4  # there is room again
 
 
-async def test_wait_holds_the_submitter_back_until_there_is_room(make_mesh: MakeMesh, plain: redis.Redis) -> None:
+async def test_wait_holds_the_submitter_back_until_there_is_room(
+    make_mesh: MakeMesh, plain: redis.Redis
+) -> None:
     mesh = bounded(make_mesh, max_length=10)
     most = 0
 

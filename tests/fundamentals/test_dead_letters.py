@@ -86,7 +86,9 @@ async def test_it_can_be_thrown_away_with_all_that_belongs_to_it(make_mesh: Make
             assert not await mesh.discard(letter)
 
 
-async def test_a_task_that_no_worker_knows_is_parked_and_released_to_one_that_does(make_mesh: MakeMesh) -> None:
+async def test_a_task_that_no_worker_knows_is_parked_and_released_to_one_that_does(
+    make_mesh: MakeMesh,
+) -> None:
     old, new = make_mesh(), make_mesh()
 
     @old.task
@@ -124,8 +126,12 @@ async def test_with_both_workers_there_every_task_finds_its_own(make_mesh: MakeM
         assert await old.dead_letters() == []
 
 
-@pytest.mark.parametrize("garbage", [b"", b"\x00", b"\x01", b"\x011" + b"i" * 20, b"\x09" + b"x" * 50, b"\x01" * 99])
-async def test_garbage_on_the_stream_is_kept_with_its_bytes(mesh: Mesh, plain: redis.Redis, garbage: bytes) -> None:
+@pytest.mark.parametrize(
+    "garbage", [b"", b"\x00", b"\x01", b"\x011" + b"i" * 20, b"\x09" + b"x" * 50, b"\x01" * 99]
+)
+async def test_garbage_on_the_stream_is_kept_with_its_bytes(
+    mesh: Mesh, plain: redis.Redis, garbage: bytes
+) -> None:
     @mesh.task
     async def fine() -> int:
         return 1

@@ -83,7 +83,9 @@ async def test_a_delayed_task_starts_when_it_is_due(mesh: Mesh) -> None:
         assert 0.3 <= await late.result(timeout=5) - submitted < 0.45
 
 
-async def test_a_task_can_wait_for_a_time_of_day_and_redis_decides(make_mesh: MakeMesh, plain: redis.Redis) -> None:
+async def test_a_task_can_wait_for_a_time_of_day_and_redis_decides(
+    make_mesh: MakeMesh, plain: redis.Redis
+) -> None:
     clock = MovableClock()
     mesh = make_mesh(clock=clock)
 
@@ -148,7 +150,9 @@ async def test_a_worker_takes_no_more_than_it_has_slots_for(mesh: Mesh, plain: r
         await wait_until(lambda: len(started) == 100)
 
 
-async def test_what_waits_behind_slow_tasks_goes_to_a_worker_that_is_free(mesh: Mesh, make_mesh: MakeMesh) -> None:
+async def test_what_waits_behind_slow_tasks_goes_to_a_worker_that_is_free(
+    mesh: Mesh, make_mesh: MakeMesh
+) -> None:
     release = asyncio.Event()
 
     async def work(slow: bool) -> None:

@@ -100,7 +100,9 @@ async def test_large_arguments_that_are_gone_fail_the_task(make_mesh: MakeMesh, 
                 await handle.result(timeout=5)
 
 
-async def test_cancelling_a_queued_task_frees_its_large_arguments(make_mesh: MakeMesh, plain: redis.Redis) -> None:
+async def test_cancelling_a_queued_task_frees_its_large_arguments(
+    make_mesh: MakeMesh, plain: redis.Redis
+) -> None:
     mesh = make_mesh(inline_limit_bytes=1000)
 
     @mesh.task

@@ -116,7 +116,9 @@ async def test_rows_that_wait_for_their_batch_and_arguments_on_their_way_go_back
         assert {entry["times_delivered"] for entry in entries} == {0}
 
 
-async def test_a_stopped_worker_leaves_no_consumer_and_no_key(mesh: Mesh, plain: redis.Redis, redis_url: str) -> None:
+async def test_a_stopped_worker_leaves_no_consumer_and_no_key(
+    mesh: Mesh, plain: redis.Redis, redis_url: str
+) -> None:
     @mesh.task(result_ttl=0)
     async def work() -> None: ...
 

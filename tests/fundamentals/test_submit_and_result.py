@@ -217,7 +217,9 @@ async def test_results_can_be_switched_off(mesh: Mesh, plain: redis.Redis) -> No
     assert plain.keys("*:result:*") == []
 
 
-async def test_single_submissions_may_change_how_long_the_result_is_kept(mesh: Mesh, plain: redis.Redis) -> None:
+async def test_single_submissions_may_change_how_long_the_result_is_kept(
+    mesh: Mesh, plain: redis.Redis
+) -> None:
     @mesh.task(result_ttl=0)
     async def quiet() -> int:
         return 1

@@ -45,7 +45,9 @@ class Row(msgspec.Struct):
     b: str = ""
 
 
-TRIANGLE = Shape("triangle", Colour.RED, [Point(0, 0), Point(1, 0), Point(0, 1.5)], datetime.date(2024, 2, 29))
+TRIANGLE = Shape(
+    "triangle", Colour.RED, [Point(0, 0), Point(1, 0), Point(0, 1.5)], datetime.date(2024, 2, 29)
+)
 MOMENT = datetime.datetime(2024, 2, 29, 12, 30, 1, 5, tzinfo=datetime.UTC)
 
 VALUES: list[tuple[Any, Any]] = [

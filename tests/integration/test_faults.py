@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import redis
 
-from taskmesh import BrokerFull, Context, Mesh, TaskFailed, WorkerSettings
+from taskmesh import BoundCall, BrokerFull, Context, Mesh, TaskFailed, WorkerSettings
 from taskmesh.broker.scripts import FETCH, SETTLE, SUBMIT
 from taskmesh.testing import Point, Proxy, RedisServer, wait_until
 from taskmesh.testing.faults import VARIABLE
@@ -186,7 +186,9 @@ async def test_if_it_finishes_first_it_wins_and_the_others_outcome_is_dropped(
     assert len(fleet.executions("who")) == 2
 
 
-async def test_what_arrives_for_a_stopped_workers_blocked_read_is_not_lost(fleet: Fleet, producer: Mesh) -> None:
+async def test_what_arrives_for_a_stopped_workers_blocked_read_is_not_lost(
+    fleet: Fleet, producer: Mesh
+) -> None:
     stopped = fleet.start()
     work = producer.get_task("work")
     await (await work.submit(0)).result(timeout=5)
@@ -201,7 +203,9 @@ async def test_what_arrives_for_a_stopped_workers_blocked_read_is_not_lost(fleet
 # The server
 
 
-async def test_a_task_that_runs_while_the_server_is_killed_and_restarted_finishes(free_server: RedisServer) -> None:
+async def test_a_task_that_runs_while_the_server_is_killed_and_restarted_finishes(
+    free_server: RedisServer,
+) -> None:
     mesh = Mesh("test", settings=settings_for_tests(free_server.url))
     runs = 0
 
@@ -225,7 +229,9 @@ async def test_a_task_that_runs_while_the_server_is_killed_and_restarted_finishe
     assert runs == 4
 
 
-async def test_submitting_goes_on_over_a_restart_and_nothing_is_accepted_twice(free_server: RedisServer) -> None:
+async def test_submitting_goes_on_over_a_restart_and_nothing_is_accepted_twice(
+    free_server: RedisServer,
+) -> None:
     mesh = Mesh("test", settings=settings_for_tests(free_server.url))
     runs: Counter[int] = Counter()
 
@@ -260,7 +266,9 @@ async def test_the_embedded_server_is_revived_after_a_crash(tmp_path: Path) -> N
         handle = await slow.submit()
         await wait_until(lambda: runs)
         information = await mesh.client.caller.command(b"x", "INFO", "server")
-        pid = int(next(line for line in information.split() if line.startswith(b"process_id:")).split(b":")[1])
+        pid = int(
+            next(line for line in information.split() if line.startswith(b"process_id:")).split(b":")[1]
+        )
         os.kill(pid, signal.SIGKILL)
         assert await handle.result(timeout=15) == "done"
         assert await (await slow.submit()).result(timeout=15) == "done"
@@ -364,7 +372,9 @@ async def proxy(server: RedisServer, redis_url: str) -> AsyncIterator[Proxy]:
         yield made
 
 
-async def test_a_lost_reply_to_a_submit_is_accepted_once(proxy: Proxy, make_mesh: MakeMesh, plain: redis.Redis) -> None:
+async def test_a_lost_reply_to_a_submit_is_accepted_once(
+    proxy: Proxy, make_mesh: MakeMesh, plain: redis.Redis
+) -> None:
     mesh = make_mesh(url=proxy.url)
 
     @mesh.task
@@ -445,7 +455,9 @@ async def test_connections_cut_again_and_again_lose_nothing(proxy: Proxy, make_m
 # Poison, restarts, races
 
 
-async def keep_alive(fleet: Fleet, until: Callable[[], bool], workers: int = 1, timeout: float = 30.0) -> None:
+async def keep_alive(
+    fleet: Fleet, until: Callable[[], bool], workers: int = 1, timeout: float = 30.0
+) -> None:
     """Start workers again as they die."""
     give_up_at = time.monotonic() + timeout
     alive: list[subprocess.Popen[bytes]] = []
@@ -470,6 +482,17 @@ async def test_a_task_that_kills_its_worker_is_dead_lettered_and_the_rest_goes_o
     assert [deliveries for _, _, deliveries in fleet.executions("poison")] == ["1", "2", "3"]
     [letter] = await producer.dead_letters()
     assert letter.reason == "worker died"
+
+
+async def test_what_was_in_flight_beside_a_killer_is_not_condemned(fleet: Fleet, producer: Mesh) -> None:
+    neighbours = await producer.get_task("work").submit_many([BoundCall((n, 1.0), {}) for n in range(8)])
+    poison = await producer.get_task("poison").submit()
+    ended = [asyncio.ensure_future(handle.outcome()) for handle in [poison, *neighbours]]
+    await keep_alive(fleet, lambda: all(future.done() for future in ended), workers=2, timeout=60)
+    with pytest.raises(TaskFailed, match="died"):
+        await poison.result(timeout=1)
+    assert [await handle.result(timeout=1) for handle in neighbours] == list(range(8))
+    assert len(fleet.executions("poison")) == 3
 
 
 async def test_a_hundred_random_terminations_under_load_lose_nothing(fleet: Fleet, producer: Mesh) -> None:

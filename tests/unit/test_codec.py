@@ -57,7 +57,11 @@ messages = st.builds(
     result_ttl_ms=st.integers(-1, 2**40),
 )
 failures = st.builds(
-    Failure, type=st.text(), message=st.text(), traceback=st.text(), args=st.lists(values, max_size=3).map(tuple)
+    Failure,
+    type=st.text(),
+    message=st.text(),
+    traceback=st.text(),
+    args=st.lists(values, max_size=3).map(tuple),
 )
 outcomes = (
     st.builds(Outcome, status=st.just(Status.SUCCEEDED), value=values)
@@ -170,7 +174,16 @@ MOMENT = datetime.datetime(2024, 2, 29, 12, 30, tzinfo=datetime.UTC)
 CASES: dict[str, Message | Outcome] = {
     "plain": Message("a" * 12 + "00000001", "add", (1, 2)),
     "every member": Message(
-        "b" * 12 + "0000002a", "mail.send", ("x",), {"n": 1}, Priority.HIGH, 3, 1_700_000_000_000, 2, 1, 60_000
+        "b" * 12 + "0000002a",
+        "mail.send",
+        ("x",),
+        {"n": 1},
+        Priority.HIGH,
+        3,
+        1_700_000_000_000,
+        2,
+        1,
+        60_000,
     ),
     "low, no arguments": Message("c" * 12 + "ffffffff", "tick", priority=Priority.LOW),
     "everyday types": Message(

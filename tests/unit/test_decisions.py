@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from taskmesh.broker.liveness import Witness
 from taskmesh.broker.streams import lane_quotas
 from taskmesh.errors import ConfigurationError, InvalidArguments
-from taskmesh.keys import RETURNED, check_name
+from taskmesh.keys import RETURNED, SUSPECTS, check_name
 from taskmesh.tasks import Context, Retry
 from taskmesh.worker.outcome import failure_of, judge
 from taskmesh.worker.pace import Pace
@@ -126,8 +126,8 @@ def test_a_worker_that_left_and_came_again_starts_anew() -> None:
 
 
 def test_what_was_handed_back_is_to_be_had_at_once() -> None:
-    [dead] = Witness(ttl=10).observe([(RETURNED, b"0")], 0.0, 1)
-    assert dead.worker == RETURNED
+    dead = Witness(ttl=10).observe([(RETURNED, b"0"), (SUSPECTS, b"0"), (b"a", b"0")], 0.0, 1)
+    assert [each.worker for each in dead] == [RETURNED, SUSPECTS]
 
 
 # Pace

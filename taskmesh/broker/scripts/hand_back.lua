@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Gives entries that were not started back to the group: to the consumer "returned", which counts as dead at
--- once, and with a delivery count as if they had never been delivered.
+-- Gives entries that were not started back to the group: to the consumer "returned" (or "suspects"), which counts
+-- as dead at once, and with a delivery count as if they had never been delivered.
 --
 -- KEYS  1-3 task streams: high, normal, low   4 workers   5 control stream
 -- ARGV  1 clock offset (unused)   2 group   3 worker   4 name of the returned consumer
