@@ -92,9 +92,9 @@ def _to_wire(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     package = type(value).__module__.partition(".")[0]
-    if package in _OPTIONAL_CODES.values() and _load_optional(package):
-        if any(cls in _by_class for cls in type(value).__mro__):
-            return _to_wire(value)
+    loaded = package in _OPTIONAL_CODES.values() and _load_optional(package)
+    if loaded and any(cls in _by_class for cls in type(value).__mro__):
+        return _to_wire(value)
     if hasattr(value, "model_dump"):
         return value.model_dump()
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot travel")

@@ -16,7 +16,6 @@ import msgspec
 
 from taskmesh.errors import ConfigurationError, InvalidArguments
 
-
 _SIMPLE = (int, str, float, bool, bytes)
 
 

@@ -39,6 +39,10 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
+class _Anything:
+    """For type checkers: a first parameter that takes even this is no Context but ``Any`` or ``object``."""
+
+
 class _Decorator:
     """What ``@mesh.task(...)`` returns: it registers the handler that it is applied to."""
 
@@ -50,6 +54,14 @@ class _Decorator:
         self._options = options
         self._local_names = local_names
 
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[_Anything, P], Awaitable[R]], /
+    ) -> Task[Concatenate[Any, P], R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[_Anything, P], R], /
+    ) -> Task[Concatenate[Any, P], R]: ...
     @overload
     def __call__(self, function: Callable[Concatenate[Context, P], Awaitable[R]], /) -> Task[P, R]: ...
     @overload
@@ -68,6 +80,14 @@ class _BatchDecorator:
     def __init__(self, decorator: _Decorator) -> None:
         self._decorator = decorator
 
+    @overload
+    def __call__(
+        self, function: Callable[[Context, list[T]], Awaitable[Sequence[R | Exception]]], /
+    ) -> Task[[T], R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[Context, list[T]], Sequence[R | Exception]], /
+    ) -> Task[[T], R]: ...
     @overload
     def __call__(
         self, function: Callable[[list[T]], Awaitable[Sequence[R | Exception]]], /
@@ -131,9 +151,7 @@ class Mesh:
 
     async def __aenter__(self) -> Mesh:
         while self._client is None:
-            client = await Client.connect(
-                self.name, self.settings, self.queues, self.clock, self.observers
-            )
+            client = await Client.connect(self.name, self.settings, self.queues, self.clock, self.observers)
             if self._client is None:
                 self._client = client
             else:  # another task was quicker
@@ -160,6 +178,12 @@ class Mesh:
 
     # tasks
 
+    @overload
+    def task(
+        self, function: Callable[Concatenate[_Anything, P], Awaitable[R]], /
+    ) -> Task[Concatenate[Any, P], R]: ...
+    @overload
+    def task(self, function: Callable[Concatenate[_Anything, P], R], /) -> Task[Concatenate[Any, P], R]: ...
     @overload
     def task(self, function: Callable[Concatenate[Context, P], Awaitable[R]], /) -> Task[P, R]: ...
     @overload

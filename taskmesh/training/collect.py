@@ -32,7 +32,8 @@ from taskmesh.training.shard import ShardOrder, ShardResult
 
 log = logging.getLogger("taskmesh.training")
 PATIENCE = 10.0
-MAX_DECLINES = 4
+FIRST_DELAY = 0.005  # after a worker that is avoided has declined; doubled each time
+LONGEST_DELAY = 1.0
 MAX_REPUBLICATIONS = 5
 QUARANTINE_AFTER = 3
 SMALL_BYTES = 64 * 1024  # read in some 30 us: a thread would cost more
@@ -40,6 +41,8 @@ SMALL_BYTES = 64 * 1024  # read in some 30 us: a thread would cost more
 
 class GradientTask(Protocol):
     """The run's gradient task, as far as it is used here."""
+
+    async def submit_in(self, delay: float, order: ShardOrder, /) -> Handle[ShardResult]: ...
 
     async def submit(self, order: ShardOrder, /) -> Handle[ShardResult]: ...
 
@@ -65,6 +68,14 @@ class Gathered(NamedTuple):
     fault: str | None
     shares: tuple[Share, ...]
     uplink_bytes: int
+
+
+class _Answer(NamedTuple):
+    """What became of one attempt at a shard; ``reason`` is None when its result was taken."""
+
+    worker: str
+    reason: str | None
+    failure: TaskFailed | None = None
 
 
 class Collector:
@@ -107,6 +118,18 @@ class Collector:
     def quarantined(self) -> tuple[str, ...]:
         """Workers whose results were refused so often that they get no shards while there are others."""
         return tuple(worker for worker, count in self._offences.items() if count >= QUARANTINE_AFTER)
+
+    async def has_others(self, avoided: tuple[str, ...]) -> bool:
+        """Whether a worker is alive that is not avoided; if not, the quarantine is over for all."""
+        alive = await self.live_workers()
+        if set(alive) <= set(avoided):
+            self._offences.clear()
+            return False
+        return True
+
+    async def live_workers(self) -> list[str]:
+        partition = self.client.partition(self.setup.name)
+        return await live_workers(partition, self.client.settings.liveness_ttl)
 
     def note_offence(self, worker: str) -> None:
         """A worker's result was refused, and another's of the same shard was not."""
@@ -153,8 +176,7 @@ class _Gathering:
         return Gathered(self._round, fault, tuple(sorted(self._shares)), self._uplink_bytes)
 
     async def _tell_what_is_waited_for(self, shards: list[int]) -> None:
-        partition = self._collector.client.partition(self._setup.name)
-        workers = await live_workers(partition, self._collector.client.settings.liveness_ttl)
+        workers = await self._collector.live_workers()
         log.warning(
             "run %s, step %d: waiting for shards %s of %d; %s serves queue %r",
             self._setup.name,
@@ -167,56 +189,55 @@ class _Gathering:
 
     async def _shard(self, shard: int) -> str | None:
         """Have one shard computed until its result can be used; else why that cannot be."""
-        order = ShardOrder(
-            self._version,
-            self._plan.step,
-            shard,
-            self._plan.shards[shard],
-            self._parameters,
-            self._collector.layout.digest,
-            self._collector.quarantined,
-        )
+        plan, bound = self._plan, self._setup.divergence.recomputes
+        layout, avoid = self._collector.layout.digest, self._collector.quarantined
+        order = ShardOrder(self._version, plan.step, shard, plan.shards[shard], self._parameters, layout, avoid)
         offenders: list[str] = []
-        declines = republications = 0
         while True:
-            handle = await self._collector.task.submit(order)
-            self._handles.append((shard, handle))
-            worker = ""
-            try:
-                result = await handle.result()
-                self._ended.add(handle.id)
-                worker = result.worker
-                if result.status == "declined":
-                    declines += 1
-                    if declines >= MAX_DECLINES:
-                        order = dataclasses.replace(order, avoid=())
-                    continue
-                if result.status == "gone" and republications < MAX_REPUBLICATIONS:
-                    republications += 1
-                    order = dataclasses.replace(order, parameters=await self._collector.republish())
-                    continue
-                reason = await self._take(shard, handle, result)
-            except (ResultUnavailable, TaskCancelled) as error:
-                reason = str(error)
-            except TaskFailed as error:
-                if len(offenders) >= self._setup.divergence.recomputes:
-                    raise TrainingError(
-                        f"run {self._setup.name!r}, step {order.step}: shard {shard} failed "
-                        f"{len(offenders) + 1} times: {error}\n{error.traceback}"
-                    ) from error
-                reason = str(error)
-            if reason is None:
+            answer = await self._ask(order)
+            if answer.reason is None:
                 for offender in filter(None, offenders):
-                    if offender != worker:
+                    if offender != answer.worker:
                         self._collector.note_offence(offender)
                 return None
-            self._refuse(order, worker, reason)
-            offenders.append(worker)
-            if len(offenders) > self._setup.divergence.recomputes:
-                return f"shard {shard} was refused {len(offenders)} times: {reason}"
-            declines = 0
-            avoid = {*self._collector.quarantined, *filter(None, offenders)}
-            order = dataclasses.replace(order, avoid=tuple(sorted(avoid)))
+            offenders.append(answer.worker)
+            if answer.failure is not None and len(offenders) > bound:
+                raise TrainingError(
+                    f"run {self._setup.name!r}, step {plan.step}: shard {shard} failed {len(offenders)} times: "
+                    f"{answer.failure}\n{answer.failure.traceback}"
+                ) from answer.failure
+            self._refuse(order, answer.worker, answer.reason)
+            if len(offenders) > bound:
+                return f"shard {shard} was refused {len(offenders)} times: {answer.reason}"
+            others = {*self._collector.quarantined, *filter(None, offenders)}
+            order = dataclasses.replace(order, avoid=tuple(sorted(others)))
+
+    async def _ask(self, order: ShardOrder) -> _Answer:
+        """Submit an order until a worker takes it up, and put its result into the round if it can be used."""
+        declines = republications = 0
+        while True:
+            if declines:  # an idle worker that is avoided would take it again at once
+                delay = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (declines - 1))
+                handle = await self._collector.task.submit_in(delay, order)
+            else:
+                handle = await self._collector.task.submit(order)
+            self._handles.append((order.shard, handle))
+            try:
+                result = await handle.result()
+            except TaskFailed as error:
+                return _Answer("", str(error), error)
+            except (ResultUnavailable, TaskCancelled) as error:
+                return _Answer("", str(error))
+            self._ended.add(handle.id)
+            if result.status == "declined":
+                declines += 1
+                if not await self._collector.has_others(order.avoid):
+                    order, declines = dataclasses.replace(order, avoid=()), 0
+            elif result.status == "gone" and republications < MAX_REPUBLICATIONS:
+                republications += 1
+                order = dataclasses.replace(order, parameters=await self._collector.republish())
+            else:
+                return _Answer(result.worker, await self._take(order.shard, handle, result))
 
     def _refuse(self, order: ShardOrder, worker: str, reason: str) -> None:
         name = self._setup.name

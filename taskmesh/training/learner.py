@@ -17,6 +17,7 @@ from taskmesh.codec import pack_value, unpack_value
 from taskmesh.errors import CheckpointError, ConfigurationError, DecodeError
 from taskmesh.tensors import FlatModel
 from taskmesh.training.aggregate import Update
+from taskmesh.training.compute import use_threads
 from taskmesh.training.seeds import derive
 
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -32,10 +33,12 @@ class Learner:
         optimizer: OptimizerMaker,
         schedule: ScheduleMaker | None,
         seed: int,
+        threads: int,
     ) -> None:
         torch.manual_seed(derive(seed, "model", bits=64))
         self.flat = FlatModel(build().float())
         self._seed = seed
+        self._threads = threads
         self._optimizer = optimizer(self.flat.model.parameters())
         self._schedule = None if schedule is None else schedule(self._optimizer)
 
@@ -44,6 +47,7 @@ class Learner:
 
         The optimizer draws the same random numbers in the same step (should it draw any).
         """
+        use_threads(self._threads)
         flat = self.flat
         flat.gradient.copy_(torch.from_numpy(update.gradient))
         flat.spread_gradient()

@@ -107,6 +107,7 @@ class Trainer:
         self._sampler = Sampler(len(data), batch_size, seed)
         self._optimizer = optimizer
         self._schedule = schedule
+        self._threads = threads
         recipe = Recipe(name, model, loss, data, self._setup.compression, seed, threads)
         replica = Replica(mesh, self._setup.keys, recipe)
         options = TaskOptions(queue=name, result_ttl=RESULT_TTL)
@@ -272,7 +273,9 @@ class Trainer:
                 await lease.release()
 
     async def _work(self, work: Callable[[Master], Awaitable[R]], token: int) -> R:
-        learner = await compute(Learner, self.model, self._optimizer, self._schedule, self._setup.seed)
+        learner = await compute(
+            Learner, self.model, self._optimizer, self._schedule, self._setup.seed, self._threads
+        )
         store = self.store
         committer = Committer(self._setup, store, learner, token)
         collector = Collector(

@@ -451,7 +451,8 @@ class Executor:
 def _call_in_thread(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     try:
         return function(*args, **kwargs)
-    except (StopIteration, GeneratorExit) as error:  # they mean something else to the coroutine that awaits it
+    except (StopIteration, GeneratorExit) as error:
+        # To the coroutine that awaits it they would mean something else.
         raise RuntimeError(f"the handler raised {type(error).__name__}") from error
 
 

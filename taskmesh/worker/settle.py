@@ -32,9 +32,7 @@ class _Call:
 
     __slots__ = ("batch", "command", "lane")
 
-    def __init__(
-        self, lane: Priority, batch: list[Settlement], command: tuple[Argument, ...]
-    ) -> None:
+    def __init__(self, lane: Priority, batch: list[Settlement], command: tuple[Argument, ...]) -> None:
         self.lane = lane
         self.batch = batch
         self.command = command

@@ -11,7 +11,7 @@ import pytest
 
 from taskmesh import Mesh, MeshSettings
 from taskmesh.testing import RedisCluster, RedisServer
-from taskmesh.testing.server import find_binary
+from taskmesh.testing.server import Kind, find_binary
 from tests.conftest import LIVENESS_TTL
 
 TOPOLOGIES = ["embedded", "single", "valkey", "cluster"]
@@ -30,7 +30,7 @@ def topology(
         with RedisCluster() as cluster:
             yield MeshSettings(url=cluster.url, liveness_ttl=LIVENESS_TTL)
     else:
-        kind = "redis" if request.param == "single" else "valkey"
+        kind: Kind = "redis" if request.param == "single" else "valkey"
         if find_binary(kind) is None:
             pytest.skip(f"no {kind}-server here")
         with RedisServer(kind, aof=True) as server:

@@ -284,7 +284,7 @@ async def test_a_parked_task_is_released_to_a_worker_that_knows_it(connect: Conn
     async with old, new, old.worker():
         handles = [await task.submit(n) for n, task in enumerate(tasks)]
         for queue in QUEUES:
-            await wait_until(lambda queue=queue: old.dead_letters(queue))  # type: ignore[misc]
+            await wait_until(lambda queue=queue: old.dead_letters(queue))
             assert [letter.reason for letter in await old.dead_letters(queue)] == ["no handler"]
         async with new.worker():
             assert [await handle.result(timeout=5) for handle in handles] == [0, 1, 2]
@@ -302,5 +302,5 @@ async def test_undecodable_entries_are_kept_with_their_bytes(connect: Connect) -
             await partition.caller.command(
                 partition.keys.tag, "XADD", partition.keys.lanes[0], "*", "message", b"garbage"
             )
-            await wait_until(lambda queue=queue: mesh.dead_letters(queue))  # type: ignore[misc]
+            await wait_until(lambda queue=queue: mesh.dead_letters(queue))
             assert [letter.raw for letter in await mesh.dead_letters(queue)] == [b"garbage"]

@@ -152,7 +152,7 @@ async def test_batch_handlers_may_be_plain_functions_and_take_a_context(mesh: Me
     def with_context(ctx: Context, rows: list[str]) -> list[str]:
         return [f"{ctx.task} {row}" for row in rows]
 
-    contextual = mesh.task(batch=Batch(max_rows=2, max_wait=0.05))(with_context)  # type: ignore[arg-type]
+    contextual = mesh.task(batch=Batch(max_rows=2, max_wait=0.05))(with_context)
     async with mesh.worker():
         assert await (await double.submit(2)).result(timeout=5) == 4
         assert await (await contextual.submit("a")).result(timeout=5) == "with_context a"

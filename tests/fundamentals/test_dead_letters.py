@@ -98,17 +98,16 @@ async def test_a_task_that_no_worker_knows_is_parked_and_released_to_one_that_do
     async def unknown(n: int) -> int:
         return n
 
-    async with old, new:
-        async with old.worker():
-            handle = await unknown.submit(5)
-            await wait_until(old.dead_letters)
-            [letter] = await old.dead_letters()
-            assert letter.reason == "no handler"
-            assert letter.message is not None
-            assert letter.message.task == "unknown"
-            async with new.worker():
-                assert await handle.result(timeout=5) == 5
-            assert await old.dead_letters() == []
+    async with old, new, old.worker():
+        handle = await unknown.submit(5)
+        await wait_until(old.dead_letters)
+        [letter] = await old.dead_letters()
+        assert letter.reason == "no handler"
+        assert letter.message is not None
+        assert letter.message.task == "unknown"
+        async with new.worker():
+            assert await handle.result(timeout=5) == 5
+        assert await old.dead_letters() == []
 
 
 async def test_with_both_workers_there_every_task_finds_its_own(make_mesh: MakeMesh) -> None:

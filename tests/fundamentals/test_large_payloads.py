@@ -18,7 +18,7 @@ async def test_megabytes_go_there_and_back(mesh: Mesh, plain: redis.Redis, redis
 
     @mesh.task(result_ttl=30)
     async def double(data: bytes) -> bytes:
-        sizes.append(plain.memory_usage(PREFIX + "tasks:normal"))
+        sizes.append(plain.memory_usage(PREFIX + "tasks:normal") or 0)
         return data * 2
 
     data = bytes(range(256)) * (3 * 4096)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Iterator
 
 import pytest
 import redis
@@ -115,7 +117,7 @@ async def test_submit_many_and_results_in_the_order_of_the_items(mesh: Mesh) -> 
 async def test_bind_submits_calls_of_several_arguments(mesh: Mesh) -> None:
     @mesh.task
     async def power(base: int, exponent: int = 2) -> int:
-        return base**exponent
+        return int(base**exponent)
 
     async with mesh.worker():
         calls = [power.bind(2, 3), power.bind(5), power.bind(base=2, exponent=10)]
@@ -141,14 +143,15 @@ async def test_map_takes_a_long_iterable_as_results_come(mesh: Mesh) -> None:
 
     taken = 0
 
-    def numbers() -> object:
+    def numbers() -> Iterator[int]:
         nonlocal taken
-        for taken in range(3000):
-            yield taken
+        for n in range(3000):
+            taken = n
+            yield n
 
     async with mesh.worker():
         seen = 0
-        async for _ in same.map(numbers(), window=100):  # type: ignore[arg-type]
+        async for _ in same.map(numbers(), window=100):
             seen += 1
             assert taken <= seen + 100
     assert seen == 3000
@@ -272,7 +275,7 @@ async def test_a_mesh_can_be_entered_again_and_by_several_at_once(make_mesh: Mak
             return await (await one.submit()).result(timeout=5)
 
     assert await use() == 1
-    assert await asyncio.gather(use(), use(), use()) == [1, 1, 1]
+    assert list(await asyncio.gather(use(), use(), use())) == [1, 1, 1]
 
 
 async def test_two_workers_of_one_mesh_share_the_work(mesh: Mesh) -> None:
@@ -306,3 +309,19 @@ async def test_names_and_handlers_that_cannot_work_are_refused_early(mesh: Mesh)
     with pytest.raises(ConfigurationError, match="no tasks"):
         async with Mesh("empty", settings=mesh.settings).worker():
             pass
+
+
+async def test_tasks_that_finish_in_any_order_are_all_settled(mesh: Mesh, plain: redis.Redis) -> None:
+    @mesh.task
+    async def work(n: int, seconds: float) -> int:
+        await asyncio.sleep(seconds)
+        return n
+
+    draw = random.Random(1)
+    async with mesh.worker(WorkerSettings(concurrency=200)):
+        calls = [work.bind(n, draw.choice([0.0, draw.random() * 0.1])) for n in range(1000)]
+        handles = await work.submit_many(calls)
+        assert [await handle.result(timeout=20) for handle in handles] == list(range(1000))
+        await wait_until(lambda: plain.xlen("taskmesh:{test:default:0}:tasks:normal") == 0)
+        assert plain.xpending("taskmesh:{test:default:0}:tasks:normal", "workers")["pending"] == 0
+    assert mesh.client.repeats == 0

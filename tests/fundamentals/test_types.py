@@ -14,6 +14,7 @@ import pydantic
 import pytest
 
 from taskmesh import InvalidArguments, Mesh, TaskFailed
+from tests.conftest import MakeMesh
 
 
 class Colour(enum.Enum):
@@ -154,7 +155,9 @@ async def test_an_argument_that_cannot_travel_is_refused_at_submit(mesh: Mesh) -
         await take.submit(2**80)
 
 
-async def test_arguments_that_a_newer_worker_does_not_take_fail_the_task(mesh: Mesh, make_mesh: Any) -> None:
+async def test_arguments_that_a_newer_worker_does_not_take_fail_the_task(
+    mesh: Mesh, make_mesh: MakeMesh
+) -> None:
     @mesh.task
     async def measure(size: str) -> None: ...
 

@@ -125,7 +125,10 @@ async def test_killed_at_a_point_every_message_ends_once(
 ) -> None:
     victim = fleet.start(**{VARIABLE: f"{point}:{nth}", "CONCURRENCY": "2"})
     work = producer.get_task("work")
-    handles = [await work.submit(n) for n in range(nth)]  # the victim is alone: the fault is its own
+    handles = [await work.submit(0)]  # the victim is alone, and takes one after the other
+    for n in range(1, nth):
+        await handles[-1].result(timeout=10)
+        handles.append(await work.submit(n))
     await asyncio.to_thread(victim.wait, 10)
     assert victim.returncode == -signal.SIGKILL
     handles += await work.submit_many(range(nth, 30))

@@ -11,7 +11,7 @@ import time
 import pytest
 import redis
 
-from taskmesh import Context, Mesh, WorkerSettings
+from taskmesh import Context, WorkerSettings
 from taskmesh.events import Event, WorkerLost
 from taskmesh.testing import MovableClock, RedisServer, wait_until
 from taskmesh.worker.heartbeat import EXIT_BLOCKED
@@ -35,6 +35,12 @@ async def test_a_task_longer_than_the_lease_runs_once(make_mesh: MakeMesh) -> No
     async with meshes[0], meshes[1].worker(), meshes[0].worker():
         assert await (await task.submit()).result(timeout=10) == 1
     assert runs == 1
+
+
+def start(program: str, url: str) -> subprocess.Popen[bytes]:
+    """A worker process that prints a line when it is ready."""
+    environment = {**os.environ, "TASKMESH_URL": url, "TASKMESH_LIVENESS_TTL": str(TTL)}
+    return subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE)
 
 
 BLOCKER = """
@@ -69,10 +75,7 @@ async def test_a_handler_that_blocks_the_loop_keeps_its_lease(
         runs += 1
         return 99
 
-    environment = {"TASKMESH_URL": redis_url, "TASKMESH_LIVENESS_TTL": str(TTL)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", BLOCKER], env={**os.environ, **environment}, stdout=subprocess.PIPE
-    )
+    process = start(BLOCKER, redis_url)
     try:
         assert process.stdout is not None
         await asyncio.to_thread(process.stdout.readline)
@@ -120,10 +123,7 @@ async def test_a_loop_blocked_past_timeout_and_grace_ends_the_process(
     async def wedge(suspends: bool) -> str:
         return "elsewhere"
 
-    environment = {"TASKMESH_URL": redis_url, "TASKMESH_LIVENESS_TTL": str(TTL)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", WEDGED], env={**os.environ, **environment}, stdout=subprocess.PIPE
-    )
+    process = start(WEDGED, redis_url)
     try:
         assert process.stdout is not None
         await asyncio.to_thread(process.stdout.readline)
@@ -207,7 +207,7 @@ async def test_consumers_stay_bounded_over_many_deaths(make_mesh: MakeMesh, plai
             async with mesh.worker(WorkerSettings(concurrency=1)) as victim:
                 if n % 3 == 0:  # some hold an entry when they die
                     handles.append(await work.submit())
-                    await wait_until(lambda n=n: held == n // 3)  # type: ignore[misc]
+                    await wait_until(lambda n=n: held == n // 3)
                 victim.abandon()
         async with mesh.worker() as survivor:
             assert [await handle.result(timeout=20) for handle in handles] == [2] * 10

@@ -21,9 +21,10 @@ from taskmesh.events import Committed, RolledBack, ShardRefused
 from taskmesh.keys import RunKeys
 from taskmesh.tasks import Call, Next
 from taskmesh.tensors import FlatModel
-from taskmesh.testing import RedisServer, fail_at, wait_until
+from taskmesh.testing import RedisCluster, RedisServer, fail_at, wait_until
 from taskmesh.training import Every, Finished, NoCompression, OnDivergence, Trainer
 from taskmesh.training.shard import ShardResult
+from tests.conftest import settings_for_tests
 from tests.integration.training_support import (
     IMAGES,
     LABELS,
@@ -365,7 +366,8 @@ async def test_large_gradients_leave_nothing_behind(make_mesh: MakeMesh, plain: 
             shards=2,
             checkpoint=Every(steps=2, keep=1),
         )
-        async with workers(mesh, 2):
+        async with workers(mesh, 1), mesh.worker(ONE) as dying:
+            fail_at(dying, "finished", 2)  # its gradient was uploaded, and another worker's was used
             finished = await trainer.run(steps=3)
             versions = await trainer.versions()
         keys = RunKeys("test", "digits")
@@ -389,6 +391,40 @@ async def test_the_bulk_server_may_lose_everything(make_mesh: MakeMesh, expected
         async with workers(mesh, 2):
             finished = await trainer.run(steps=STEPS, on_commit=on_commit)
     assert finished.digest == expected
+
+
+async def test_the_server_may_be_killed(expected: str) -> None:
+    with RedisServer(aof=True) as server:
+        restarts: list[asyncio.Task[None]] = []
+
+        async def restart() -> None:
+            await asyncio.to_thread(server.kill)
+            await asyncio.to_thread(server.start)
+
+        def on_commit(committed: Committed) -> None:
+            if committed.step in (8, 16):
+                restarts.append(asyncio.create_task(restart()))
+
+        mesh = Mesh("test", settings=settings_for_tests(server.url))
+        trainer = make_trainer(mesh)
+        async with workers(mesh, 2):
+            finished = await trainer.run(steps=STEPS, on_commit=on_commit)
+            await asyncio.gather(*restarts)
+            ledger = await trainer.ledger()
+    assert finished.digest == expected
+    assert [entry.step for entry in ledger] == list(range(1, STEPS + 1))
+
+
+async def test_a_cluster_comes_to_the_same_bits(make_mesh: MakeMesh) -> None:
+    """Versions of several chunks, spread over the nodes."""
+    changes: dict[str, Any] = {
+        "model": lambda: nn.Sequential(nn.Linear(64, 8000), nn.ReLU(), nn.Linear(8000, 10)),
+        "batch_size": 32,
+    }
+    alone = await train(make_mesh(), steps=12, **changes)
+    with RedisCluster() as cluster:
+        mesh = Mesh("test", settings=settings_for_tests(cluster.url))
+        assert (await train(mesh, steps=12, **changes)).digest == alone.digest
 
 
 async def test_it_waits_for_workers_and_says_so(mesh: Mesh, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import assert_type
+from typing import Any, assert_type
 
 from taskmesh import Batch, Context, Handle, Mesh, Retry
 
@@ -59,3 +59,18 @@ async def use() -> None:
         assert_type(await done.result(), list[str])
     async with mesh.worker() as worker:
         await worker.stop(1.0)
+
+
+@mesh.task
+async def take(thing: object, times: int = 1) -> int:
+    return times
+
+
+@mesh.task(queue="any")
+def take_any(thing: Any) -> str:
+    return str(thing)
+
+
+async def use_what_takes_anything() -> None:
+    assert_type(await (await take.submit("x", times=2)).result(), int)
+    await take_any.submit(5)  # what it returns is not known: with Any, several overloads match

@@ -48,5 +48,5 @@ def test_every_wrong_line_is_an_error_and_no_other() -> None:
         line, code = error.split(": ")
         found.setdefault(int(line), set()).add(code)
     assert set(found) == set(expected)
-    for line, codes in found.items():
-        assert codes <= expected[line], f"line {line}: {codes}"
+    for number, codes in found.items():
+        assert codes <= expected[number], f"line {number}: {codes}"

@@ -125,7 +125,8 @@ def test_annotations_may_name_what_is_local_to_the_definition() -> None:
 
 
 def test_a_batch_signature_is_that_of_one_item() -> None:
-    def handler(rows: list[Point], ctx: Context) -> list[int | Exception]: ...
+    def handler(rows: list[Point], ctx: Context) -> list[int | Exception]:
+        return []
 
     found = signature(handler, batch=True)
     assert found.convert(({"x": 1},), {}) == ((Point(1),), {})
