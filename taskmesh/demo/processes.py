@@ -20,7 +20,7 @@ class Workers:
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start one more."""
-        command = [sys.executable, "-m", "taskmesh.cli.main", "worker", "taskmesh.demo.app:mesh", "-c", "4"]
+        command = [sys.executable, "-m", "taskmesh.cli.main", "worker", "taskmesh.demo.app:mesh", "-c", "2"]
         with self._log.open("ab") as log:
             process = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
         self.processes.append(process)

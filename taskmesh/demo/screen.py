@@ -52,7 +52,9 @@ class Screen:
 
     def say(self, text: str) -> None:
         """One line of the story, above the progress."""
-        self._progress.console.print(f"[dim]{time.monotonic() - self._started:6.1f} s[/dim]  {text}")
+        line = Table.grid(padding=(0, 2))
+        line.add_row(f"[dim]{time.monotonic() - self._started:6.1f} s[/dim]", text)
+        self._progress.console.print(line)
 
     def step(self, step: int, steps: int, loss: float) -> None:
         """A step was committed."""
@@ -63,11 +65,14 @@ class Screen:
         """The figures, and whether everything held."""
         table = Table(show_header=False, box=None, padding=(0, 2))
         for name, value in report.items():
-            text = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
-            table.add_row(LABELS[name], text)
+            table.add_row(LABELS[name], _text(value))
         self._console.print()
         self._console.print(table)
         verdict = (
             "[green]Everything held.[/green]" if held else "[red]Something did not hold: see above.[/red]"
         )
         self._console.print(f"\n  {verdict}")
+
+
+def _text(value: float) -> str:
+    return f"{value:,.0f}" if isinstance(value, int) or value >= 1000 else f"{value:.4g}"

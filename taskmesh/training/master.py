@@ -165,13 +165,13 @@ class Master:
                 f"{self._setup.divergence.rollbacks} returns to step {target.step}: {reason}"
             )
         log.warning(
-            "run %s, step %d: %s; back to step %d without batch %d (samples %s)",
+            "run %s, step %d: %s; back to step %d without batch %d (%d samples)",
             self._setup.name,
             plan.step,
             reason,
             target.step,
             plan.batch,
-            [index for shard in plan.shards for index in shard],
+            sum(map(len, plan.shards)),
         )
         samples = self._sampler.samples
         self.progress = await self._committer.roll_back(target, parts, plan.batch, samples)
