@@ -69,7 +69,9 @@ def check_length(found: int, shape: Sequence[int], item_bytes: int) -> int:
     """
     count = math.prod(shape)
     if found != count * item_bytes:
-        raise DecodeError(f"an array of shape {tuple(shape)} takes {count * item_bytes} bytes; there are {found}")
+        raise DecodeError(
+            f"an array of shape {tuple(shape)} takes {count * item_bytes} bytes; there are {found}"
+        )
     return count
 
 
@@ -80,7 +82,9 @@ def encode(value: np.ndarray[Any, Any] | np.generic) -> bytes:
         TypeError: its elements are objects or records, which do not travel as raw bytes.
     """
     if value.dtype.kind not in _KINDS:
-        raise TypeError(f"a numpy array of dtype {value.dtype} cannot travel: only numbers, booleans and times do")
+        raise TypeError(
+            f"a numpy array of dtype {value.dtype} cannot travel: only numbers, booleans and times do"
+        )
     kind = _ARRAY if isinstance(value, np.ndarray) else _SCALAR
     return pack_head(kind, value.dtype.str, value.shape) + value.tobytes()
 

@@ -114,7 +114,9 @@ class FlatLayout(NamedTuple):
         parameters = _slots(model.named_parameters())
         for slot in parameters:
             if _DTYPES[slot.dtype] not in _FLAT_FLOATS:
-                raise ConfigurationError(f"parameter {slot.name!r} is {slot.dtype}; the flat buffer holds fp32")
+                raise ConfigurationError(
+                    f"parameter {slot.name!r} is {slot.dtype}; the flat buffer holds fp32"
+                )
         kept = set(model.state_dict(keep_vars=True))
         buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
         floats = _slots((name, buffer) for name, buffer in buffers if buffer.is_floating_point())
@@ -154,7 +156,9 @@ def _slots(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Slot, ...]:
     slots: list[Slot] = []
     offset = 0
     for name, tensor in tensors:
-        slots.append(Slot(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset, tensor.numel()))
+        slots.append(
+            Slot(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset, tensor.numel())
+        )
         offset += tensor.numel()
     return tuple(slots)
 
@@ -192,7 +196,9 @@ class FlatModel:
             is_view = parameter.dtype is torch.float32 and parameter.device.type == "cpu"
             if is_view:
                 parameter.data = view
-            (self._views if is_view else self._copies).append((parameter, view, self._part(self.gradient, slot, 0)))
+            (self._views if is_view else self._copies).append(
+                (parameter, view, self._part(self.gradient, slot, 0))
+            )
         self.collect_buffers()
 
     @property
@@ -214,7 +220,9 @@ class FlatModel:
         at = 0
         for piece in pieces:
             if at + len(piece) > len(target):
-                raise CheckpointError(f"a version of more than the {len(target)} bytes of this model's layout")
+                raise CheckpointError(
+                    f"a version of more than the {len(target)} bytes of this model's layout"
+                )
             target[at : at + len(piece)] = piece
             at += len(piece)
         if at != len(target):

@@ -109,7 +109,9 @@ async def _persist(caller: Caller, tag: bytes, attempt: Callable[[], Awaitable[l
         except (BrokerUnavailable, Moved) as error:
             pause = pause_before(tries)
             if caller.clock.monotonic() + pause > give_up_at:
-                raise error if isinstance(error, BrokerUnavailable) else BrokerUnavailable(str(error)) from None
+                raise (
+                    error if isinstance(error, BrokerUnavailable) else BrokerUnavailable(str(error))
+                ) from None
             if isinstance(error, Moved):
                 caller.server.link(tag).drop("moved")
         tries += 1

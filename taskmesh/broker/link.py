@@ -102,7 +102,9 @@ class _Replies(asyncio.Protocol):
                     if not group.done.done():
                         group.done.set_result(group.replies)
         except (hiredis.HiredisError, IndexError) as error:
-            self._on_lost(self, BrokerUnavailable(f"{self._where} does not speak the Redis protocol: {error}"))
+            self._on_lost(
+                self, BrokerUnavailable(f"{self._where} does not speak the Redis protocol: {error}")
+            )
 
     def connection_lost(self, error: Exception | None) -> None:
         reason = str(error) if error else "closed by the server"

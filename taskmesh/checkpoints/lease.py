@@ -69,7 +69,9 @@ class Lease:
             LeadershipLost: another leader has come since.
         """
         if not await self._keep(self._ttl_ms):
-            raise LeadershipLost(f"run {self._keys.run!r}: another master leads it now; token {self.token} is old")
+            raise LeadershipLost(
+                f"run {self._keys.run!r}: another master leads it now; token {self.token} is old"
+            )
 
     async def hold(self) -> None:
         """Renew it for ever, three times in a time to live; the scripts fence while the server is away.
@@ -90,5 +92,7 @@ class Lease:
 
     async def _keep(self, ttl_ms: int) -> bool:
         return bool(
-            await self._caller.run(scripts.KEEP_LEAD, self._keys.tag, [self._keys.lease], (self.token, ttl_ms))
+            await self._caller.run(
+                scripts.KEEP_LEAD, self._keys.tag, [self._keys.lease], (self.token, ttl_ms)
+            )
         )

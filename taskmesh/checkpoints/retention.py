@@ -50,5 +50,7 @@ class Every:
             rated = [(m.metrics[self.best], m.version) for m in newest_first if self.best in m.metrics]
             sign = 1 if self.best_is == "lowest" else -1
             # Of equals the newer one.
-            stay |= {version for _, version in sorted(rated, key=lambda rating: (sign * rating[0], -rating[1]))[:1]}
+            stay |= {
+                version for _, version in sorted(rated, key=lambda rating: (sign * rating[0], -rating[1]))[:1]
+            }
         return stay

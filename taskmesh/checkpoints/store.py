@@ -98,7 +98,9 @@ class VersionStore:
             pieces.append(piece)
         for place, found in enumerate(await _digests(pieces)):
             if found != part.digests[place]:
-                raise CheckpointError(f"run {self.keys.run!r}: chunk {place} of version {part.version} is corrupt")
+                raise CheckpointError(
+                    f"run {self.keys.run!r}: chunk {place} of version {part.version} is corrupt"
+                )
         return pieces
 
     async def load_newest(self) -> tuple[Manifest, dict[str, list[bytes]]] | None:
@@ -178,7 +180,11 @@ class VersionStore:
             LeadershipLost: the token is not the newest; the version's own chunks are removed.
         """
         manifest, dropped = commit.manifest, commit.dropped
-        own = [part for part in manifest.parts.values() if (part.version, part.token) == (manifest.version, token)]
+        own = [
+            part
+            for part in manifest.parts.values()
+            if (part.version, part.token) == (manifest.version, token)
+        ]
         note = _note(manifest.version, token)
         removal = f"{note}:dropped" if dropped else ""
         garbage = [key for old in dropped for key in old.keys(self.keys)]
@@ -236,7 +242,9 @@ class VersionStore:
 
     def _hold(self, done: bool, token: int) -> None:
         if not done:
-            raise LeadershipLost(f"run {self.keys.run!r}: another master leads it now; token {token} is refused")
+            raise LeadershipLost(
+                f"run {self.keys.run!r}: another master leads it now; token {token} is refused"
+            )
 
 
 def _note(version: int, token: int) -> str:

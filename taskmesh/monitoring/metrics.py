@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -270,9 +270,9 @@ class CountingObserver:
     def snapshot(self) -> Samples:
         """Everything counted so far; nothing that never happened."""
         samples: Samples = {}
-        settled = [(key, cell) for key, cell in list(self._others.items())]
-        for queue, cells in list(self._succeeded.items()):
-            settled += [((queue, task, _SUCCEEDED), cell) for task, cell in list(cells.items())]
+        settled = [(key, cell) for key, cell in _items(self._others)]
+        for queue, cells in _items(self._succeeded):
+            settled += [((queue, task, _SUCCEEDED), cell) for task, cell in _items(cells)]
         ran: defaultdict[tuple[str, str], list[list[Any]]] = defaultdict(list)
         for (queue, task, status), cell in settled:
             samples.setdefault(SETTLED, {})[queue, task, status] = sum(cell[:-1])
@@ -285,13 +285,22 @@ class CountingObserver:
             (SETTLE_BATCH, COUNTS, self._batches),
             (STEP_SECONDS, SECONDS, self._steps),
         ):
-            for label, cell in list(histograms.items()):
+            for label, cell in _items(histograms):
                 samples.setdefault(name, {})[label,] = _histogram(bounds, cell)
-        for (name, label), value in [*self._counts.items(), *self._gauges.items()]:
+        for (name, label), value in [*_items(self._counts), *_items(self._gauges)]:
             samples.setdefault(name, {})[label,] = value
         if self._struck_off:
             samples[STRUCK_OFF] = {(): float(self._struck_off)}
         return samples
+
+
+def _items(counters: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    """The items as they stand, while another thread may add some."""
+    while True:
+        try:
+            return list(counters.items())
+        except RuntimeError:
+            continue
 
 
 def _observe(cell: list[Any], bounds: tuple[float, ...], value: float) -> None:

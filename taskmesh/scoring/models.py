@@ -139,6 +139,8 @@ def from_run(
     """
     if isinstance(run, str):
         if build is None:
-            raise ConfigurationError(f"from_run({run!r}): say how the model is made (build=...), or give the Trainer")
+            raise ConfigurationError(
+                f"from_run({run!r}): say how the model is made (build=...), or give the Trainer"
+            )
         return RunModel(run, build, version, refresh_every)
     return RunModel(run.name, build or run.model, version, refresh_every)

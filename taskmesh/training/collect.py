@@ -191,7 +191,9 @@ class _Gathering:
         """Have one shard computed until its result can be used; else why that cannot be."""
         plan, bound = self._plan, self._setup.divergence.recomputes
         layout, avoid = self._collector.layout.digest, self._collector.quarantined
-        order = ShardOrder(self._version, plan.step, shard, plan.shards[shard], self._parameters, layout, avoid)
+        order = ShardOrder(
+            self._version, plan.step, shard, plan.shards[shard], self._parameters, layout, avoid
+        )
         offenders: list[str] = []
         while True:
             answer = await self._ask(order)
@@ -241,7 +243,9 @@ class _Gathering:
 
     def _refuse(self, order: ShardOrder, worker: str, reason: str) -> None:
         name = self._setup.name
-        log.warning("run %s, step %d: shard %d of %s is refused: %s", name, order.step, order.shard, worker, reason)
+        log.warning(
+            "run %s, step %d: shard %d of %s is refused: %s", name, order.step, order.shard, worker, reason
+        )
         self._collector.observers.emit(ShardRefused(name, order.step, order.shard, worker, reason))
 
     async def _take(self, shard: int, handle: Handle[ShardResult], result: ShardResult) -> str | None:

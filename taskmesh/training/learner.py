@@ -79,7 +79,9 @@ class Learner:
             if self._schedule is not None:
                 self._schedule.load_state_dict(state["schedule"])
         except (KeyError, ValueError, TypeError) as error:
-            raise CheckpointError(f"the checkpoint's optimizer or schedule is another one's: {error}") from None
+            raise CheckpointError(
+                f"the checkpoint's optimizer or schedule is another one's: {error}"
+            ) from None
 
 
 def pack_state(state: Mapping[str, Any]) -> bytes:

@@ -157,7 +157,13 @@ class Replica:
         if found.reason is not None:
             return ShardResult("refused", context.worker, found.reason)
         result = ShardResult(
-            "computed", context.worker, "", found.loss_sum, found.samples, found.gradient_bytes, digests=found.digests
+            "computed",
+            context.worker,
+            "",
+            found.loss_sum,
+            found.samples,
+            found.gradient_bytes,
+            digests=found.digests,
         )
         if not found.digests:
             return dataclasses.replace(result, inline=found.payload)
@@ -238,7 +244,9 @@ class Replica:
         with torch.inference_mode():
             outputs = model(rows)
         if not isinstance(outputs, Tensor):
-            raise TrainingError(f"run {self._recipe.run!r}: the model returns a {type(outputs).__name__}, no tensor")
+            raise TrainingError(
+                f"run {self._recipe.run!r}: the model returns a {type(outputs).__name__}, no tensor"
+            )
         return outputs.clone()
 
 

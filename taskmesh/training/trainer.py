@@ -128,9 +128,7 @@ class Trainer:
         client = self.mesh.client
         return VersionStore(client.caller, client.bulk, self._setup.keys)
 
-    async def run(
-        self, *, steps: int, on_commit: Callable[[Committed], None] | None = None
-    ) -> Finished:
+    async def run(self, *, steps: int, on_commit: Callable[[Committed], None] | None = None) -> Finished:
         """Be the run's master until it has seen ``steps`` updates in all.
 
         It waits for the lease where another process has it, goes on from the newest checkpoint where there is one,
@@ -178,7 +176,9 @@ class Trainer:
         manifest, pieces = await self.store.load_parameters(version)
         return await compute(self._build, manifest, pieces)
 
-    async def predict(self, rows: Tensor, *, version: int | None = None, task_rows: int = INFERENCE_ROWS) -> Tensor:
+    async def predict(
+        self, rows: Tensor, *, version: int | None = None, task_rows: int = INFERENCE_ROWS
+    ) -> Tensor:
         """The model's outputs for rows of inputs, computed by the workers, in evaluation mode.
 
         Args:

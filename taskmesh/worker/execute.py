@@ -7,29 +7,24 @@ belongs to that message from then on, and others go on with what is ready (see `
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import functools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from taskmesh.messages import Priority, Status
+from taskmesh.messages import Status
 from taskmesh.settings import WorkerSettings
-from taskmesh.tasks import Call, Context, Middleware, Next, TaskDefinition
+from taskmesh.tasks import Context, TaskDefinition
 from taskmesh.worker.batching import Batcher
+from taskmesh.worker.calls import Calls
 from taskmesh.worker.deliveries import Delivery
 from taskmesh.worker.drive import LoopGone, drive
 from taskmesh.worker.eager import start_now
 from taskmesh.worker.endings import Endings
-from taskmesh.worker.middleware import compose
+from taskmesh.worker.ready import Ready
 
 log = logging.getLogger("taskmesh.worker")
 TIME_SLICE = 0.002
-# By lane: so often others go first before it has its turn.
-PATIENCE = (0, 4, 16)
 
 
 class Run:
@@ -55,38 +50,28 @@ class Executor:
 
     Attributes:
         active: handlers that are under way beyond a runner's current step.
+        current: start and time limit of a handler's first step, for the watchdog.
     """
 
     def __init__(
-        self,
-        settings: WorkerSettings,
-        endings: Endings,
-        middlewares: list[Middleware],
-        worker: Callable[[], str],
-        on_room: Callable[[], None],
+        self, settings: WorkerSettings, endings: Endings, calls: Calls, on_room: Callable[[], None]
     ) -> None:
         self._settings = settings
         self._endings = endings
-        self._middlewares = middlewares
-        self._worker = worker
+        self._calls = calls
         self._on_room = on_room
-        self._ready: tuple[deque[Delivery], ...] = tuple(deque() for _ in Priority)
-        self._passed_over = [0 for _ in Priority]
+        self._ready = Ready()
         self._runs: set[Run] = set()
         self._runners: set[asyncio.Task[None]] = set()
         self._starting = 0
         self._batchers: dict[str, Batcher] = {}
-        self._calls: dict[str, Next] = {}
-        self._threads: ThreadPoolExecutor | None = None
         self.active = 0
-        self.current: tuple[float, float] | None = (
-            None  # start and limit of a handler's step, for the watchdog
-        )
+        self.current: tuple[float, float] | None = None
 
     @property
     def waiting(self) -> int:
         """Deliveries that have not started."""
-        return sum(map(len, self._ready)) + sum(batcher.waiting for batcher in self._batchers.values())
+        return len(self._ready) + sum(batcher.waiting for batcher in self._batchers.values())
 
     @property
     def free(self) -> int:
@@ -95,11 +80,11 @@ class Executor:
 
     def accept(self, delivery: Delivery) -> None:
         """Queue a delivery; call ``dispatch`` after the last one."""
-        self._ready[delivery.lane].append(delivery)
+        self._ready.add(delivery)
 
     def dispatch(self) -> None:
         """See that what is ready is looked at."""
-        if not self._starting and self.active < self._settings.concurrency and any(self._ready):
+        if not self._starting and self.active < self._settings.concurrency and self._ready:
             self._start_runners(1)
 
     def _start_runners(self, count: int) -> None:
@@ -112,31 +97,11 @@ class Executor:
         self._runners.add(runner)
         runner.add_done_callback(self._runners.discard)
 
-    def _next(self) -> Delivery | None:
-        """The most urgent, unless a lane has been passed over so often that it is its turn."""
-        high, normal, low = self._ready
-        if not (high or low):  # nearly always
-            return normal.popleft() if normal else None
-        chosen: int | None = None
-        for lane, ready in enumerate(self._ready):
-            if not ready:
-                continue
-            if chosen is None:
-                chosen = lane
-                continue
-            self._passed_over[lane] += 1
-            if self._passed_over[lane] > PATIENCE[lane]:
-                chosen = lane
-        if chosen is None:
-            return None
-        self._passed_over[chosen] = 0
-        return self._ready[chosen].popleft()
-
     async def _runner(self) -> None:
         slice_end = time.monotonic() + TIME_SLICE
         concurrency = self._settings.concurrency
         while self.active < concurrency:
-            delivery = self._next()
+            delivery = self._ready.next()
             if delivery is None:
                 break
             if delivery.task.options.batch is not None:
@@ -156,7 +121,7 @@ class Executor:
     def _release(self) -> None:
         """A slot is free again."""
         self.active -= 1
-        if self.active + self._starting < self._settings.concurrency and any(self._ready):
+        if self.active + self._starting < self._settings.concurrency and self._ready:
             # At once: behind everybody who has just woken up, the slot would stand empty meanwhile.
             self._starting += 1
             self._keep(start_now(self._runner()))
@@ -174,7 +139,7 @@ class Executor:
         if timeout is not None:
             remaining = timeout - (time.monotonic() - run.started)
             run.timer = asyncio.get_running_loop().call_later(max(0.0, remaining), self.stop, run, "timeout")
-        wanted = min(self._settings.concurrency - self.active, sum(map(len, self._ready))) - self._starting
+        wanted = min(self._settings.concurrency - self.active, len(self._ready)) - self._starting
         if wanted > 0:
             self._start_runners(wanted)
 
@@ -188,9 +153,7 @@ class Executor:
         except Exception as error:  # InvalidArguments, or whatever a user's own type raises
             self._endings.failed(delivery, error, 0.0, final=True)
             return False
-        context: Context | None = None
-        if task.signature.context is not None or self._middlewares or not task.is_async:
-            context = self._context(delivery)
+        context = self._calls.context_if_wanted(delivery)
         run: Run | None = None
 
         def on_suspend() -> None:
@@ -200,7 +163,7 @@ class Executor:
 
         self.current = None if timeout is None else (started, timeout)
         try:
-            value = await drive(self._call(task, args, kwargs, context), on_suspend)
+            value = await drive(self._calls.make(task, args, kwargs, context), on_suspend)
         except asyncio.CancelledError as error:
             self._stopped(run, delivery, error)
         except Exception as error:
@@ -240,43 +203,6 @@ class Executor:
             self._endings.failed(delivery, error, seconds)
         # "drain": it stays held, and the drain hands it back
 
-    def _context(self, delivery: Delivery) -> Context:
-        message = delivery.message
-        return Context(
-            message.id,
-            message.task,
-            delivery.source.queue,
-            message.attempt,
-            delivery.deliveries,
-            self._worker(),
-            delivery.task.options.retry.attempts,
-        )
-
-    def _call(
-        self, task: TaskDefinition, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context | None
-    ) -> Any:
-        """The coroutine that runs the handler inside its middlewares."""
-        if context is None:
-            return task.function(*args, **kwargs)
-        if not self._middlewares:
-            return self._innermost(Call(task, args, kwargs, context))
-        composed = self._calls.get(task.name)
-        if composed is None:
-            composed = self._calls[task.name] = compose(self._middlewares, self._innermost)
-        return composed(Call(task, args, kwargs, context))
-
-    async def _innermost(self, call: Call) -> Any:
-        task = call.task
-        args, kwargs = task.signature.place(call.args, call.kwargs, call.context)
-        if task.is_async:
-            return await task.function(*args, **kwargs)
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._settings.concurrency, thread_name_prefix="taskmesh")
-        run = contextvars.copy_context().run
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, functools.partial(run, _call_in_thread, task.function, *args, **kwargs)
-        )
-
     # batches
 
     def _batcher(self, task: TaskDefinition) -> Batcher:
@@ -297,7 +223,7 @@ class Executor:
 
     async def _run_batch(self, deliveries: list[Delivery]) -> None:
         task = deliveries[0].task
-        run = Run(deliveries, time.monotonic(), self._context(deliveries[0]), not task.is_async)
+        run = Run(deliveries, time.monotonic(), self._calls.context(deliveries[0]), not task.is_async)
         run.task = asyncio.current_task()
         if task.options.timeout is not None:
             run.timer = asyncio.get_running_loop().call_later(task.options.timeout, self.stop, run, "timeout")
@@ -322,7 +248,7 @@ class Executor:
         context = run.context
         assert context is not None
         try:
-            values = await drive(self._call(task, ([row for _, row in items],), {}, context), _nothing)
+            values = await drive(self._calls.make(task, ([row for _, row in items],), {}, context), _nothing)
             if not isinstance(values, Iterable) or len(rows := list(values)) != len(items):
                 raise TypeError(
                     f"batch handler of {task.name!r} must return one result for each of its {len(items)} rows"
@@ -385,23 +311,14 @@ class Executor:
                     run.ended.add(delivery.order)  # the rows beside it go on
                     self._endings.dropped(delivery, Status.CANCELLED)
                 return True
-        if self._remove(delivery):
+        if self._ready.remove(delivery) or any(b.remove(delivery) for b in self._batchers.values()):
             self._endings.dropped(delivery, Status.CANCELLED)
             return True
         return False
 
-    def _remove(self, delivery: Delivery) -> bool:
-        ready = self._ready[delivery.lane]
-        if delivery in ready:
-            ready.remove(delivery)
-            return True
-        return any(batcher.remove(delivery) for batcher in self._batchers.values())
-
     def take_waiting(self) -> list[Delivery]:
         """Everything that has not started; it is the caller's now."""
-        taken = [delivery for ready in self._ready for delivery in ready]
-        for ready in self._ready:
-            ready.clear()
+        taken = self._ready.take()
         for batcher in self._batchers.values():
             taken += batcher.take()
         return taken
@@ -417,12 +334,7 @@ class Executor:
 
     def oldest_wait(self, now: float) -> float:
         """Seconds that the delivery that has waited longest for a slot has waited."""
-        return max((now - ready[0].arrived for ready in self._ready if ready), default=0.0)
-
-    def add_middleware(self, middleware: Middleware) -> None:
-        """One more, innermost."""
-        self._middlewares.append(middleware)
-        self._calls.clear()
+        return self._ready.oldest_wait(now)
 
     def abandon(self) -> None:
         """Forget what waits and cut off what runs."""
@@ -431,8 +343,7 @@ class Executor:
             self.stop(run, "drain")
         for runner in self._runners:
             runner.cancel()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._calls.close()
 
     async def drain(self, timeout: float) -> None:
         """Wait for the handlers under way, then cancel them. One that swallows even that is left behind."""
@@ -444,16 +355,7 @@ class Executor:
             self.stop(run, "drain")
         if self._runners:
             await asyncio.wait(self._runners, timeout=1.0)
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _call_in_thread(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return function(*args, **kwargs)
-    except (StopIteration, GeneratorExit) as error:
-        # To the coroutine that awaits it they would mean something else.
-        raise RuntimeError(f"the handler raised {type(error).__name__}") from error
+        self._calls.close()
 
 
 def _nothing() -> None:

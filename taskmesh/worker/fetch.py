@@ -21,11 +21,11 @@ from taskmesh.messages import Entry
 from taskmesh.worker.deliveries import Source
 
 log = logging.getLogger("taskmesh.worker")
-BLOCK_MS = 5000
+BLOCK = 5.0
 REPLY_MARGIN = 5.0
 
 
-class Intake(Protocol):
+class Host(Protocol):
     """Who takes the entries, and says how many are welcome."""
 
     worker: bytes
@@ -42,11 +42,17 @@ class Intake(Protocol):
 
 
 class Fetcher:
-    """Fetches from one partition until it is stopped."""
+    """Fetches from one partition until it is stopped.
 
-    def __init__(self, source: Source, intake: Intake) -> None:
+    Args:
+        longest_wait: seconds that a read may block. Shorter than the liveness TTL, so that a worker that was struck
+            off does not go on receiving under its old name.
+    """
+
+    def __init__(self, source: Source, host: Host, longest_wait: float) -> None:
         self._source = source
-        self._intake = intake
+        self._host = host
+        self._block_ms = int(min(BLOCK, longest_wait) * 1000)
         self._partition = source.partition
         self._link = source.partition.caller.server.dedicated(source.keys.tag)
         self._stopping = False
@@ -68,9 +74,9 @@ class Fetcher:
             if self._adopt_now:
                 self._adopt_now = False
                 await self._recover(self._adopt())
-            room = self._intake.room(self._source)
+            room = self._host.room(self._source)
             if room < 1:
-                await self._intake.wait_for_room(self._source)
+                await self._host.wait_for_room(self._source)
                 continue
             try:
                 idle = not await self._fetch(room, idle)
@@ -79,7 +85,7 @@ class Fetcher:
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
             except NoGroup:
-                await self._recover(self._intake.rejoin(self._source))
+                await self._recover(self._host.rejoin(self._source))
                 idle = False
             except ScriptMissing:
                 await self._recover(self._partition.caller.load(self._source.keys.tag, [FETCH]))
@@ -105,13 +111,13 @@ class Fetcher:
 
     async def _fetch(self, room: int, idle: bool) -> bool:
         """One fetch; True when there may be more where it came from."""
-        source, worker = self._source, self._intake.worker
+        source, worker = self._source, self._host.worker
         keys = source.keys
         quotas = lane_quotas(room, self._turn)
         asked = max(1, room // 16) if idle else room
         if idle:
-            read = self._partition.wait_command(worker, asked, BLOCK_MS)
-            timeout = BLOCK_MS / 1000 + REPLY_MARGIN
+            read = self._partition.wait_command(worker, asked, self._block_ms)
+            timeout = self._block_ms / 1000 + REPLY_MARGIN
         else:
             read = self._partition.fetch_command(worker, asked, quotas)
             timeout = REPLY_MARGIN
@@ -124,17 +130,17 @@ class Fetcher:
             if isinstance(answer, BrokerError):
                 raise answer
         if control_reply:
-            self._intake.control(source, control_reply[0][1])
+            self._host.control(source, control_reply[0][1])
         entries = self._partition.read_waited(reply) if idle else read_fetched(reply)
         if entries:
             self._turn += len(entries)
             now_ms = int(time[0]) * 1000 + int(time[1]) // 1000 + self._partition.caller.clock.offset_ms
-            self._intake.take_in(source, entries, now_ms)
+            self._host.take_in(source, entries, now_ms)
         return len(entries) >= asked
 
     async def _adopt(self) -> None:
         """Take in what the server delivered and this worker never saw."""
-        worker = self._intake.worker
+        worker = self._host.worker
         lacking = [
             (lane, entry_id, deliveries)
             for lane, entry_id, deliveries in await self._partition.own_pending(worker)
@@ -147,7 +153,7 @@ class Fetcher:
         now_ms = int(seconds) * 1000 + int(micros) // 1000 + self._partition.caller.clock.offset_ms
         fresh = [entry for entry in entries if entry.id not in self._source.held[entry.lane]]
         log.info("queue %s: adopted %d deliveries after an error", self._source.queue, len(fresh))
-        self._intake.take_in(self._source, fresh, now_ms)
+        self._host.take_in(self._source, fresh, now_ms)
 
     def adopt(self) -> None:
         """Before the next fetch, take in what the server holds for this worker and the worker has let go of."""

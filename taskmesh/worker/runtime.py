@@ -14,24 +14,22 @@ import socket
 import time
 from collections.abc import Sequence
 
-import msgspec
-
-from taskmesh import codec
-from taskmesh.broker import blobs
 from taskmesh.broker.scripts import FETCH, SETTLE
 from taskmesh.broker.streams import Partition
-from taskmesh.errors import BrokerError, DecodeError
-from taskmesh.events import Fetched, Observer, Observers, WorkerLost
-from taskmesh.keys import RETURNED, SUSPECTS
-from taskmesh.messages import Entry, Status
+from taskmesh.errors import BrokerError
+from taskmesh.events import Observer, Observers, WorkerLost
+from taskmesh.keys import RETURNED
+from taskmesh.messages import Entry
 from taskmesh.settings import MeshSettings, WorkerSettings
 from taskmesh.tasks import Middleware, Registry
-from taskmesh.worker import drive, endings, execute, middleware
+from taskmesh.worker import calls, drive, endings, execute, middleware
+from taskmesh.worker.calls import Calls
 from taskmesh.worker.deliveries import Delivery, Source
 from taskmesh.worker.endings import Endings
 from taskmesh.worker.execute import Executor
 from taskmesh.worker.fetch import Fetcher
 from taskmesh.worker.heartbeat import Heartbeat
+from taskmesh.worker.intake import Intake
 from taskmesh.worker.pace import Pace
 from taskmesh.worker.settle import Settler
 from taskmesh.worker.upkeep import Upkeep
@@ -39,8 +37,7 @@ from taskmesh.worker.upkeep import Upkeep
 log = logging.getLogger("taskmesh.worker")
 TICK = 0.1
 BATCHES_AHEAD = 2
-MANY_DEATHS = 2
-_ENGINE_FILES = (drive.__file__, execute.__file__, middleware.__file__, endings.__file__)
+_ENGINE_FILES = (calls.__file__, drive.__file__, execute.__file__, middleware.__file__, endings.__file__)
 
 
 def new_worker_name() -> bytes:
@@ -71,9 +68,9 @@ class Worker:
         self._observers = Observers([observers])
         self._sources = [Source(partition) for partition in partitions]
         self._endings = Endings(mesh_settings, _ENGINE_FILES)
-        self._executor = Executor(
-            settings, self._endings, list(middlewares), lambda: self.worker.decode(), self._room_changed
-        )
+        self._calls = Calls(list(middlewares), settings.concurrency, lambda: self.worker.decode())
+        self._executor = Executor(settings, self._endings, self._calls, self._room_changed)
+        self._intake = Intake(registry, self._endings, self._executor, self._observers, self._hand_back)
         self._pace = Pace(settings.fetch_ahead, settings.max_fetch)
         self._rows = {source: self._rows_per_slot(source.queue) for source in self._sources}
         self._settlers: dict[Source, Settler] = {}
@@ -81,12 +78,8 @@ class Worker:
         self._upkeeps: dict[Source, Upkeep] = {}
         self._fetching: list[asyncio.Task[None]] = []
         self._loops: list[asyncio.Task[None]] = []
-        self._downloads: set[asyncio.Task[None]] = set()
-        self._errands: set[asyncio.Task[None]] = set()
-        self._suspect: Delivery | None = None
         self._rejoining: dict[Source, asyncio.Task[None]] = {}
         self._room = asyncio.Event()
-        self._order = 0
         self._progress = time.monotonic()
         self._heartbeat: Heartbeat | None = None
         self._stopping = False
@@ -115,7 +108,7 @@ class Worker:
             self._upkeeps[source] = upkeep
             self._settlers[source] = settler
             self._endings.serve(source, settler)
-            self._fetchers[source] = Fetcher(source, self)
+            self._fetchers[source] = Fetcher(source, self, self._mesh_settings.liveness_ttl / 2)
 
     def _serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -148,8 +141,7 @@ class Worker:
         give_up_at = time.monotonic() + give_up_after
         self._room.set()
         await self._stop_fetching()
-        for download in list(self._downloads):
-            download.cancel()
+        self._intake.stop_downloads()
         await self._hand_back(self._executor.take_waiting())
         await self._executor.drain(give_up_at - time.monotonic())
         try:
@@ -184,11 +176,11 @@ class Worker:
 
     def watch_with(self, middleware: Middleware, observer: Observer) -> None:
         """Add an innermost middleware and an observer to this worker alone. For tests."""
-        self._executor.add_middleware(middleware)
+        self._calls.add_middleware(middleware)
         self._observers.add(observer)
 
     def _background(self) -> list[asyncio.Task[None]]:
-        return [*self._fetching, *self._loops, *self._downloads, *self._errands, *self._rejoining.values()]
+        return [*self._fetching, *self._loops, *self._intake.tasks, *self._rejoining.values()]
 
     async def _stop_fetching(self) -> None:
         for fetcher in self._fetchers.values():
@@ -232,68 +224,13 @@ class Worker:
             self._room.set()
 
     def take_in(self, source: Source, entries: Sequence[Entry], now_ms: int) -> None:
-        """Look at deliveries and queue them; what cannot run is ended here."""
-        now = time.monotonic()
-        get_task = self._registry.get
-        accept = self._executor.accept
-        set_aside: list[Delivery] = []
-        order = self._order
-        for entry in entries:
-            order += 1
-            held = source.held[entry.lane]
-            held[entry.id] = None
-            data = entry.message
-            try:
-                message = codec.decode_message(data or b"")
-            except DecodeError as error:
-                self._endings.refused(source, entry, order, str(error))
-                continue
-            task = get_task(message.task)
-            if task is None:
-                self._endings.unknown(source, entry, order, message)
-                continue
-            delivery = Delivery(source, entry.lane, entry.id, message, task, entry.deliveries, order, now)
-            held[entry.id] = delivery
-            if source.cancelled and message.id in source.cancelled:
-                source.cancelled.discard(message.id)
-                self._endings.dropped(delivery, Status.CANCELLED)
-            elif message.expires_at_ms and message.expires_at_ms <= now_ms:
-                self._endings.dropped(delivery, Status.EXPIRED)
-            elif entry.deliveries > task.options.max_deliveries:
-                self._endings.died(delivery)
-            elif entry.deliveries > 1 and self._is_one_too_many(delivery):
-                set_aside.append(delivery)
-            elif message.blob_chunks:
-                self._download(delivery)
-            else:
-                accept(delivery)
-        self._order = order
-        if set_aside:
-            errand = asyncio.create_task(self._hand_back(set_aside, SUSPECTS), name="taskmesh suspects")
-            self._errands.add(errand)
-            errand.add_done_callback(self._errands.discard)
-        self._observers.emit(Fetched(source.queue, len(entries)))
-        self._executor.dispatch()
+        """Deliveries, as of that Redis time."""
+        self._intake.take_in(source, entries, now_ms)
 
     @property
     def has_suspect(self) -> bool:
         """Whether a message that two workers died with is in this worker's hands."""
-        suspect = self._suspect
-        return suspect is not None and suspect.entry in suspect.source.held[suspect.lane]
-
-    def _is_one_too_many(self, delivery: Delivery) -> bool:
-        """Whether the next death would condemn the message and another such message is in this worker's hands.
-
-        One at a time, so that a death condemns none but the one that was here: of the messages that were in flight
-        beside a killer, each gets to run without it.
-        """
-        deaths, most = delivery.deliveries - 1, delivery.task.options.max_deliveries
-        if deaths < min(MANY_DEATHS, most - 1):
-            return False
-        if self.has_suspect:
-            return True
-        self._suspect = delivery
-        return False
+        return self._intake.has_suspect
 
     def control(self, source: Source, entries: Sequence[tuple[bytes, list[bytes]]]) -> None:
         """What others said on the control stream."""
@@ -301,10 +238,7 @@ class Worker:
             if _later(entry_id, source.last_control):
                 source.last_control = entry_id
             if kind == b"cancel":
-                message_id = value.decode()
-                stopped = [self._executor.cancel(delivery) for delivery in source.find(message_id)]
-                if not any(stopped):
-                    source.cancelled.add(message_id)
+                self._intake.cancel(source, value.decode())
             elif kind == b"due":
                 self._upkeeps[source].poke_promoter()
             elif kind == b"returned":
@@ -320,37 +254,6 @@ class Worker:
         source.cancelled |= joined.cancelled
         if joined.released:
             log.info("queue %s: released %d parked messages", source.queue, joined.released)
-
-    # payloads beside the message
-
-    def _download(self, delivery: Delivery) -> None:
-        download = asyncio.create_task(self._fill_in(delivery), name="taskmesh download")
-        self._downloads.add(download)
-        download.add_done_callback(self._downloads.discard)
-
-    async def _fill_in(self, delivery: Delivery) -> None:
-        message = delivery.message
-        data: bytes | None = None
-        try:
-            while data is None:
-                try:
-                    data = await blobs.download(
-                        delivery.source.partition, message.id, "args", message.blob_chunks
-                    )
-                except BrokerError as error:
-                    log.debug("the arguments of %s wait: %s", message.id, error)
-                    await asyncio.sleep(0.1)
-            args, kwargs = codec.unpack_value(data)
-        except (DecodeError, TypeError, ValueError) as error:
-            self._endings.failed(delivery, error, 0.0, final=True)
-            return
-        if message.id in delivery.source.cancelled:
-            delivery.source.cancelled.discard(message.id)
-            self._endings.dropped(delivery, Status.CANCELLED)
-            return
-        delivery.message = msgspec.structs.replace(message, args=tuple(args), kwargs=kwargs)
-        self._executor.accept(delivery)
-        self._executor.dispatch()
 
     def _rows_per_slot(self, queue: str) -> int:
         """How many deliveries of a queue fit into one slot: a batch where all its tasks gather batches."""
@@ -411,8 +314,7 @@ class Worker:
         log.warning("worker %s was struck off; it goes on as %s", old.decode(), self.worker.decode())
         self._observers.emit(WorkerLost(old.decode()))
         self._executor.take_waiting()
-        for download in list(self._downloads):
-            download.cancel()
+        self._intake.stop_downloads()
         for each in self._sources:
             for lane in each.held:
                 lane.clear()

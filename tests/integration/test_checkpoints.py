@@ -172,7 +172,9 @@ async def test_tokens_rise_with_each_leadership(caller: Caller, clock: MovableCl
         await one.acquire(timeout=0)
 
 
-async def test_a_lease_that_ran_out_is_renewed_while_nobody_else_has_come(caller: Caller, clock: MovableClock) -> None:
+async def test_a_lease_that_ran_out_is_renewed_while_nobody_else_has_come(
+    caller: Caller, clock: MovableClock
+) -> None:
     lease = Lease(caller, KEYS, TTL)
     await lease.acquire()
     clock.advance(10 * TTL)

@@ -57,7 +57,11 @@ async def test_one_number_a_row_and_errors_of_their_own(mesh: Mesh) -> None:
         more = await score.submit_many(np.full(64, value) for value in range(20))
         assert [await handle.result(timeout=10) for handle in good] == [64.0 * value for value in range(20)]
         assert [await handle.result(timeout=10) for handle in more] == [64.0 * value for value in range(20)]
-        for handle, match in ((text, "not a row of numbers"), (table, "one dimension"), (short, "mat1 and mat2")):
+        for handle, match in (
+            (text, "not a row of numbers"),
+            (table, "one dimension"),
+            (short, "mat1 and mat2"),
+        ):
             with pytest.raises(TaskFailed, match=match):
                 await handle.result(timeout=10)
 

@@ -89,7 +89,9 @@ async def test_every_sample_is_counted_once_in_a_data_epoch(mesh: Mesh) -> None:
     assert [entry.version for entry in ledger] == list(range(1, 9))
     assert [sum(entry.samples) for entry in ledger] == [32, 32, 32, 7] * 2
     for epoch in (ledger[:4], ledger[4:]):
-        counted = Counter(itertools.chain.from_iterable([await trainer.indices(entry.batch) for entry in epoch]))
+        counted = Counter(
+            itertools.chain.from_iterable([await trainer.indices(entry.batch) for entry in epoch])
+        )
         assert counted == Counter(range(103))
     for entry in ledger:
         assert [share.shard for share in entry.shares] == list(range(len(entry.samples)))
@@ -112,7 +114,9 @@ async def test_a_worker_that_dies_in_mid_step_does_not_show(make_mesh: MakeMesh,
     assert [entry.step for entry in ledger] == list(range(1, STEPS + 1))
 
 
-async def test_processes_that_are_killed_do_not_show(make_mesh: MakeMesh, redis_url: str, expected: str) -> None:
+async def test_processes_that_are_killed_do_not_show(
+    make_mesh: MakeMesh, redis_url: str, expected: str
+) -> None:
     """A worker and the master are killed with SIGKILL; another master goes on, to the same bits."""
     mesh = make_mesh()
     trainer = make_trainer(mesh)
@@ -144,7 +148,9 @@ async def test_going_on_later_is_the_same_as_not_stopping(make_mesh: MakeMesh, e
 
 
 @pytest.mark.parametrize("point", ["loss", "gradient", "wire"])
-async def test_a_shard_that_is_not_finite_is_computed_again(make_mesh: MakeMesh, expected: str, point: str) -> None:
+async def test_a_shard_that_is_not_finite_is_computed_again(
+    make_mesh: MakeMesh, expected: str, point: str
+) -> None:
     calls = itertools.count()
     recorder = Recorder()
 
@@ -160,7 +166,9 @@ async def test_a_shard_that_is_not_finite_is_computed_again(make_mesh: MakeMesh,
         result = await call_next(call)
         if point == "wire" and isinstance(result, ShardResult) and next(calls) == 30:
             payload = result.inline[:12] + b"\xff" * 4 + result.inline[16:]
-            return ShardResult("computed", result.worker, "", 1.0, result.count, result.gradient_bytes, payload)
+            return ShardResult(
+                "computed", result.worker, "", 1.0, result.count, result.gradient_bytes, payload
+            )
         return result
 
     mesh = make_mesh(observers=[recorder], middleware=[poison])
@@ -253,7 +261,9 @@ async def test_a_run_that_diverges_again_and_again_ends_with_the_reason(mesh: Me
 
     trainer = make_trainer(mesh, loss=hopeless, rollback=OnDivergence(recomputes=0, rollbacks=2))
     async with workers(mesh, 1):
-        with pytest.raises(TrainingError, match=r"diverged at step 1 again after 2 returns to step 0.*loss is nan"):
+        with pytest.raises(
+            TrainingError, match=r"diverged at step 1 again after 2 returns to step 0.*loss is nan"
+        ):
             await trainer.run(steps=3)
 
 
@@ -281,7 +291,13 @@ async def test_it_is_what_one_process_would_have_computed(mesh: Mesh) -> None:
         return nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
 
     trainer = make_trainer(
-        mesh, model=plain, schedule=None, data=Digits(103), batch_size=50, shards=7, compression=NoCompression()
+        mesh,
+        model=plain,
+        schedule=None,
+        data=Digits(103),
+        batch_size=50,
+        shards=7,
+        compression=NoCompression(),
     )
     async with workers(mesh, 2):
         await trainer.run(steps=6)
@@ -427,7 +443,9 @@ async def test_a_cluster_comes_to_the_same_bits(make_mesh: MakeMesh) -> None:
         assert (await train(mesh, steps=12, **changes)).digest == alone.digest
 
 
-async def test_it_waits_for_workers_and_says_so(mesh: Mesh, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+async def test_it_waits_for_workers_and_says_so(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
     monkeypatch.setattr("taskmesh.training.collect.PATIENCE", 0.1)
     trainer = make_trainer(mesh)
     running = asyncio.create_task(trainer.run(steps=2))
@@ -438,7 +456,11 @@ async def test_it_waits_for_workers_and_says_so(mesh: Mesh, caplog: pytest.LogCa
 
 async def test_a_run_is_not_resumed_with_other_data_or_seed(make_mesh: MakeMesh) -> None:
     await train(make_mesh(), steps=1)
-    for changes, match in (({"seed": 1}, "seed"), ({"data": Digits(99)}, "samples"), ({"batch_size": 7}, "batch_size")):
+    for changes, match in (
+        ({"seed": 1}, "seed"),
+        ({"data": Digits(99)}, "samples"),
+        ({"batch_size": 7}, "batch_size"),
+    ):
         with pytest.raises(TrainingError, match=match):
             await train(make_mesh(), steps=2, **changes)
 

@@ -32,7 +32,10 @@ def test_tied_parameters_lie_in_it_once_and_stay_tied() -> None:
     assert flat.layout.parameter_count == 21
     assert not flat.layout.floats, "a buffer that is not in the state dict does not travel"
     flat.values.fill_(0.5)
-    assert flat.model.get_parameter("out.weight").data_ptr() == flat.model.get_parameter("embedding.weight").data_ptr()
+    assert (
+        flat.model.get_parameter("out.weight").data_ptr()
+        == flat.model.get_parameter("embedding.weight").data_ptr()
+    )
     assert bool((flat.model.get_parameter("embedding.weight") == 0.5).all())
 
 

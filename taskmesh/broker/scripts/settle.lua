@@ -115,6 +115,7 @@ for i = 1, tonumber(ARGV[8]) do
 end
 
 redis.call('HSET', KEYS[2], ARGV[9], ARGV[4])
+redis.call('PEXPIRE', KEYS[2], 86400000)
 if #ended > 0 then
   redis.call('XACK', stream, group, unpack(ended))
   redis.call('XDEL', stream, unpack(ended))

@@ -25,7 +25,9 @@ from taskmesh.training.compression.base import HEAD, Values, open_head, view_val
 METHOD = 1
 _LEVELS = 127
 _SMALLEST = np.float32(np.finfo(np.float32).tiny)
-_LARGEST = np.nextafter(np.finfo(np.float32).max / np.float32(_LEVELS), np.float32(0))  # times 127 still finite
+_LARGEST = np.nextafter(
+    np.finfo(np.float32).max / np.float32(_LEVELS), np.float32(0)
+)  # times 127 still finite
 
 
 @dataclass(frozen=True, slots=True)

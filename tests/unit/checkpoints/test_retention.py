@@ -34,7 +34,13 @@ def test_the_newest_stay() -> None:
 
 
 def test_milestones_stay_by_their_step() -> None:
-    kept = [version(0), version(7, step=100), version(8, step=150), version(9, step=200), version(10, step=250)]
+    kept = [
+        version(0),
+        version(7, step=100),
+        version(8, step=150),
+        version(9, step=200),
+        version(10, step=250),
+    ]
     assert Every(keep=1, milestone_steps=100).retained(kept) == {7, 9, 10}
 
 

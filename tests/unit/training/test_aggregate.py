@@ -15,7 +15,9 @@ from taskmesh.training.aggregate import Contribution, Round, TreeSum
 
 def leaves(count: int) -> list[np.ndarray]:
     generator = np.random.default_rng(count)
-    return [(generator.standard_normal(50) * 10.0 ** generator.integers(-6, 6)).astype("f4") for _ in range(count)]
+    return [
+        (generator.standard_normal(50) * 10.0 ** generator.integers(-6, 6)).astype("f4") for _ in range(count)
+    ]
 
 
 def in_order(values: list[np.ndarray]) -> np.ndarray:
@@ -56,7 +58,9 @@ def test_a_leaf_comes_once() -> None:
         tree.total()
 
 
-def contribution(loss: float, count: int, gradient: float, floats: list[float], integers: list[int]) -> Contribution:
+def contribution(
+    loss: float, count: int, gradient: float, floats: list[float], integers: list[int]
+) -> Contribution:
     return Contribution(
         loss, count, np.array([gradient], "f4"), np.array(floats, "f4"), np.array(integers, np.int64)
     )

@@ -49,7 +49,16 @@ def test_the_bytes_are_pinned() -> None:
     values = np.linspace(-1, 1, 70, dtype=np.float32)
     data = Int8(chunk=64).compress(values, 42)
     assert data[:12].hex() == "014000004600000000000000"
-    assert np.frombuffer(data, np.int8, offset=20).tolist()[:8] == [-127, -124, -120, -116, -112, -109, -105, -102]
+    assert np.frombuffer(data, np.int8, offset=20).tolist()[:8] == [
+        -127,
+        -124,
+        -120,
+        -116,
+        -112,
+        -109,
+        -105,
+        -102,
+    ]
 
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 2047, 2048, 2049])
@@ -87,7 +96,9 @@ def test_the_largest_numbers_do_not_overflow() -> None:
 
 @given(
     arrays_of.arrays(
-        np.float32, st.integers(0, 300), elements=st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=True)
+        np.float32,
+        st.integers(0, 300),
+        elements=st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=True),
     ),
     st.integers(0, 2**128 - 1),
 )
