@@ -23,7 +23,7 @@ from taskmesh import Mesh
 from taskmesh.events import Committed
 from taskmesh.training import Every, Trainer
 
-mesh = Mesh("digits")
+mesh = Mesh("digits-example")
 _images, _labels = load_digits(return_X_y=True)
 _order = torch.randperm(len(_images), generator=torch.Generator().manual_seed(0))
 images = torch.tensor(_images, dtype=torch.float32)[_order] / 16

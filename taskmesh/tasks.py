@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -96,12 +97,26 @@ class TaskOptions:
 
     def __post_init__(self) -> None:
         check_name("queue", self.queue)
+        self._check_types()
         for name in ("timeout", "expires"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigurationError(f"{name} is {value} s; it must be positive")
+        if self.max_deliveries < 1:
+            raise ConfigurationError(f"max_deliveries is {self.max_deliveries}; it must be at least 1")
         if self.result_ttl is not None and self.result_ttl < 0:
             raise ConfigurationError(f"result_ttl is {self.result_ttl} s; it cannot be negative")
+
+    def _check_types(self) -> None:
+        """What would otherwise show only when a worker fails at it, such as ``retry=3``."""
+        if not isinstance(self.retry, Retry):
+            raise ConfigurationError(f"retry is {self.retry!r}; write retry=Retry(attempts=3)")
+        if not isinstance(self.priority, Priority):
+            raise ConfigurationError(f"priority is {self.priority!r}; write priority=Priority.HIGH")
+        if not (self.batch is None or isinstance(self.batch, Batch)):
+            raise ConfigurationError(f"batch is {self.batch!r}; write batch=Batch(max_rows=64)")
+        if not isinstance(self.raises, tuple):
+            raise ConfigurationError(f"raises is {self.raises!r}; write a tuple of exception types")
 
 
 class RetryLater(TaskmeshError):
@@ -144,7 +159,12 @@ class Context:
         """Give this try up and ask for another one after ``delay`` seconds (None: as the task's Retry says).
 
         It counts as a try; when they are spent the task has failed.
+
+        Raises:
+            ValueError: the delay is endless, or no number.
         """
+        if delay is not None and not delay < math.inf:
+            raise ValueError(f"delay is {delay} s; it must be finite")
         raise RetryLater(delay)
 
 
@@ -169,13 +189,14 @@ class TaskDefinition:
                 f"task {name!r}: a handler returns its result; generators are not supported"
             )
         self.signature = Signature(function, name, Context, local_names, options.batch is not None)
-        self.raises = {_type_name(kind): kind for kind in options.raises}
+        self.raises = {type_name(kind): kind for kind in options.raises}
 
     def __repr__(self) -> str:
         return f"<task {self.name!r} on queue {self.options.queue!r}>"
 
 
-def _type_name(kind: type) -> str:
+def type_name(kind: type) -> str:
+    """An exception class as it is named on the wire: qualified, builtins bare."""
     module = kind.__module__
     return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
 

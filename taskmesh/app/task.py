@@ -155,7 +155,7 @@ class Task(Generic[P, R]):
         limit = client.settings.inline_limit_bytes
 
         async def send(ids: list[str], messages: list[bytes], blobs: Sequence[bytes] = ()) -> None:
-            handles.extend(ids, await publisher.submit(messages, None, blobs))
+            handles.extend(ids, await publisher.submit(messages, None, blobs), len(blobs))
 
         ids: list[str] = []
         messages: list[bytes] = []

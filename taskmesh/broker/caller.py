@@ -56,10 +56,11 @@ class Caller:
         while True:
             link = self.server.link(tag)
             try:
-                return await link.call(*command)
-            except ScriptMissing:
-                await self._load(script, tag)
-                continue
+                try:
+                    return await link.call(*command)
+                except ScriptMissing:
+                    await self._load(script, tag)
+                    return await link.call(*command)
             except Moved:
                 await self._refresh()
                 link.drop("moved")

@@ -41,14 +41,15 @@ class Server:
             raise ConfigurationError(f"Redis URL {_without_password(url)!r}: {error}") from None
         self._class: type = parsed.pop("connection_class", nonblocking.Connection)
         if self._class is nonblocking.UnixDomainSocketConnection and "path" not in parsed:
-            raise ConfigurationError(f"Redis URL {url!r} names no socket: write unix:///path/to/redis.sock")
+            raise ConfigurationError(
+                f"Redis URL {_without_password(url)!r} names no socket: write unix:///path/to/redis.sock"
+            )
         # No timeout here: every wait has its own where it is made.
         self._arguments = {**parsed, "socket_timeout": None, "protocol": 2, "socket_read_size": 65536}
         self._arguments.setdefault("socket_connect_timeout", CONNECT_TIMEOUT)
         self.where = _without_password(url)
         self.is_cluster = False
         self.version = ""
-        self.run_id = ""
         self._slots: list[tuple[int, int, Address]] = []
         self._links: dict[bytes, Link] = {}
         self._refreshing: asyncio.Task[None] | None = None
@@ -72,7 +73,6 @@ class Server:
         return server
 
     def _inspect(self, information: Mapping[str, str]) -> None:
-        self.run_id = information.get("run_id", "")
         self.is_cluster = information.get("redis_mode", information.get("server_mode", "")) == "cluster"
         if "valkey_version" in information:
             name, text, minimum = "Valkey", information["valkey_version"], MINIMUM_VALKEY

@@ -40,13 +40,6 @@ async def dead_letter(partition: Partition, entry: str) -> DeadLetter | None:
     return None
 
 
-async def count_dead(partition: Partition) -> tuple[int, int]:
-    """How many are dead, and how many parked."""
-    tag = partition.keys.tag
-    dead = await partition.caller.command(tag, "XLEN", partition.keys.dead)
-    return int(dead), int(await partition.caller.command(tag, "XLEN", partition.keys.parked))
-
-
 async def requeue(partition: Partition, letter: DeadLetter) -> bool:
     """Put a dead letter back into its queue, as a first attempt; False when it is no longer there.
 
@@ -87,7 +80,10 @@ def _read(queue: str, entry: bytes, flat: list[bytes]) -> DeadLetter:
         message = None
     failure: Failure | None = None
     if fields[b"outcome"][2:3] == b"i":
-        failure = decode_outcome(fields[b"outcome"]).failure
+        try:
+            failure = decode_outcome(fields[b"outcome"]).failure
+        except DecodeError:  # the exception's arguments are of a type that is not known here
+            failure = None
     return DeadLetter(
         entry.decode(),
         queue,

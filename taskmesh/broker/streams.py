@@ -21,7 +21,10 @@ from taskmesh.messages import Entry, Message, Priority
 PRODUCER_TTL_MS = 3_600_000
 CANCEL_MARK_TTL_MS = 7 * 86_400_000
 LANE_QUOTAS = {Priority.HIGH: 12, Priority.NORMAL: 3, Priority.LOW: 1}
+CONTROL_LENGTH = 1000  # the scripts keep at least so many control entries
+MAX_CANCEL_MARKS = 100_000
 MAX_SETTLE = 128
+RELEASE_AT_ONCE = 500
 _PRIORITIES = tuple(Priority)
 
 
@@ -62,7 +65,7 @@ class Settlement(msgspec.Struct, gc=False):
 
 class Joined(NamedTuple):
     last_control: bytes
-    cancelled: set[str]
+    cancelled: list[str]
     released: int
 
 
@@ -198,13 +201,18 @@ class Partition:
         """Enter a worker: its lease, what it knows; parked messages that it can run go back to the queue."""
         keys = self.keys
         known = "\n" + "\n".join(tasks) + "\n"
-        control, cancelled, released = await self.caller.run(
-            scripts.JOIN,
-            keys.tag,
-            [*keys.lanes, keys.workers, keys.known, keys.parked, keys.control, keys.cancelled],
-            (GROUP, worker, known),
-        )
-        return Joined(control, {message_id.decode() for message_id in cancelled}, int(released))
+        begin = b"-"
+        total = 0
+        while True:
+            control, cancelled, released, begin = await self.caller.run(
+                scripts.JOIN,
+                keys.tag,
+                [*keys.lanes, keys.workers, keys.known, keys.parked, keys.control, keys.cancelled],
+                (GROUP, worker, known, begin, RELEASE_AT_ONCE, MAX_CANCEL_MARKS),
+            )
+            total += int(released)
+            if not begin:
+                return Joined(control, [message_id.decode() for message_id in cancelled], total)
 
     async def leave(self, worker: bytes) -> bool:
         """Strike a worker off that holds nothing; False when it still holds entries."""
@@ -292,6 +300,11 @@ class Partition:
         )
         return Cancelled(reply.decode())
 
+    async def cancel_marks(self) -> list[str]:
+        """The messages that someone wants cancelled and whose place is not known, from the oldest."""
+        marks = await self.caller.command(self.keys.tag, "ZRANGE", self.keys.cancelled, -MAX_CANCEL_MARKS, -1)
+        return [message_id.decode() for message_id in marks]
+
     async def result(self, message_id: str) -> bytes | None:
         """The outcome's record, while it lives."""
         data: bytes | None = await self.caller.command(self.keys.tag, "GET", self.keys.result(message_id))
@@ -303,9 +316,14 @@ class Partition:
         lane = keys.lanes[message.priority if message else Priority.NORMAL]
         chunks = message.blob_chunks if message else 0
         blobs = [keys.blob(message.id, "args", chunk) for chunk in range(chunks)] if message else []
-        result = keys.result(message.id if message else "")
+        message_id = message.id if message else ""
         return bool(
-            await self.caller.run(scripts.REQUEUE, keys.tag, [dead_key, lane, result, *blobs], (entry, data))
+            await self.caller.run(
+                scripts.REQUEUE,
+                keys.tag,
+                [dead_key, lane, keys.result(message_id), keys.cancelled, keys.control, *blobs],
+                (entry, data, message_id),
+            )
         )
 
 

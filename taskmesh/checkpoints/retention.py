@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from taskmesh.checkpoints.manifest import Manifest
+from taskmesh.checkpoints.manifest import Manifest, Part
 from taskmesh.errors import ConfigurationError
 
 
@@ -16,7 +16,7 @@ class Every:
 
     Attributes:
         steps: every so many steps, and at the end of a run.
-        keep: the newest so many are kept.
+        keep: the newest so many are kept; versions that rollbacks made current again are not counted twice.
         milestone_steps: checkpoints at multiples of this are kept for good.
         best: the name of a metric; the checkpoint that is best by it is kept too.
         best_is: whether the lowest or the highest value is best.
@@ -41,10 +41,21 @@ class Every:
     def _is_milestone(self, step: int) -> bool:
         return self.milestone_steps is not None and step > 0 and step % self.milestone_steps == 0
 
+    def _newest(self, newest_first: Sequence[Manifest]) -> set[int]:
+        """The newest ``keep`` states; versions that share one's chunks, as rollbacks make them, count as one."""
+        stay: set[int] = set()
+        states: set[Part] = set()
+        for manifest in newest_first:
+            states.add(manifest.parts["parameters"])
+            if len(states) > self.keep:
+                break
+            stay.add(manifest.version)
+        return stay
+
     def retained(self, manifests: Sequence[Manifest]) -> set[int]:
         """The versions, of those given, that stay."""
         newest_first = sorted(manifests, key=lambda manifest: manifest.version, reverse=True)
-        stay = {manifest.version for manifest in newest_first[: self.keep]}
+        stay = self._newest(newest_first)
         stay |= {manifest.version for manifest in newest_first if self._is_milestone(manifest.step)}
         if self.best is not None:
             rated = [(m.metrics[self.best], m.version) for m in newest_first if self.best in m.metrics]

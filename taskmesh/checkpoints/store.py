@@ -162,22 +162,44 @@ class VersionStore:
             )
             pieces += cut
         keys = [key for part in described.values() for key in part.keys(self.keys)]
+        await self._put(keys, pieces, kept, _note(version, token), token)
+        return described
+
+    async def rewrite(self, part: Part, value: memoryview, token: int) -> None:
+        """Write again the chunks of a part that were lost or damaged.
+
+        Args:
+            value: what they held.
+
+        Raises:
+            CheckpointError: it is not what they held.
+            LeadershipLost, BrokerFull: as ``write``.
+        """
+        pieces = chunks.split(value)
+        if tuple(await _digests(pieces)) != part.digests:
+            raise CheckpointError(f"run {self.keys.run!r}: this is not what version {part.version} held")
+        await self._put(part.keys(self.keys), pieces, part.kept, f"{part.version}:{token}:again", token)
+
+    async def _put(
+        self, keys: list[bytes], pieces: Sequence[memoryview], kept: bool, note: str, token: int
+    ) -> None:
+        """Write chunks; those that stay are noted first, as garbage unless a checkpoint needs them by then."""
         if kept:
             reserved = await self._caller.run(
                 scripts.RESERVE,
                 self.keys.tag,
                 [self.keys.lease, self.keys.garbage],
-                (token, _note(version, token), manifests.pack_keys(keys)),
+                (token, note, manifests.pack_keys(keys)),
             )
             self._hold(bool(reserved), token)
         await chunks.put(self._home(kept), keys, pieces, None if kept else TRANSIENT_TTL_MS)
-        return described
 
     async def commit(self, commit: Commit, token: int) -> None:
         """Make a version current, and drop those that are no longer kept.
 
         Raises:
-            LeadershipLost: the token is not the newest; the version's own chunks are removed.
+            LeadershipLost: the token is not the newest; the version's own chunks are removed, unless an earlier
+                try, whose reply was lost, made it current after all.
         """
         manifest, dropped = commit.manifest, commit.dropped
         own = [
@@ -207,26 +229,39 @@ class VersionStore:
             ),
         )
         if not done:
+            needed = await self._needed()
             for part in own:
-                await chunks.unlink(self._home(part.kept), part.keys(self.keys))
+                unneeded = [key for key in part.keys(keys) if key not in needed]
+                await chunks.unlink(self._home(part.kept), unneeded)
         self._hold(bool(done), token)
         if dropped:
-            await self.sweep()
+            await self.sweep(token)
 
     async def forget(self, part: Part) -> None:
         """Unlink a part that is not kept and that nothing needs any more."""
         await chunks.unlink(self._bulk, part.keys(self.keys))
 
-    async def sweep(self) -> None:
-        """Unlink what is noted as garbage and no checkpoint needs. For the leader alone, between its writes."""
+    async def sweep(self, token: int) -> None:
+        """Unlink what is noted as garbage and no checkpoint needs. For a leader, between its writes.
+
+        A leader that was replaced without knowing it leaves its successor's notes alone: they may name chunks that
+        are being written just now.
+        """
         flat = await self._ask("HGETALL", self.keys.garbage)
-        if not flat:
+        notes = {
+            name: data
+            for name, data in zip(flat[::2], flat[1::2], strict=True)
+            if int(name.split(b":")[1]) <= token
+        }
+        if not notes:
             return
-        needed = {key for manifest in await self.kept() for key in manifest.keys(self.keys)}
-        notes = dict(zip(flat[::2], flat[1::2], strict=True))
+        needed = await self._needed()
         noted = {key for data in notes.values() for key in manifests.unpack_keys(data)}
         await chunks.unlink(self._caller, sorted(noted - needed))
         await self._ask("HDEL", self.keys.garbage, *notes)
+
+    async def _needed(self) -> set[bytes]:
+        return {key for manifest in await self.kept() for key in manifest.keys(self.keys)}
 
     async def ledger(self, count: int) -> list[bytes]:
         """The newest ``count`` entries of the run's ledger, oldest first."""

@@ -32,7 +32,7 @@ Entries = Annotated[
 All = Annotated[bool, typer.Option("--all", help="Every dead letter, instead of some by id.")]
 
 
-@commands.command("list")
+@commands.command("list", short_help="Show dead and parked messages.")
 def list_letters(
     app: App,
     queue: Queue = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
+import importlib
 from typing import Annotated
 
 import msgspec
@@ -14,7 +14,6 @@ from taskmesh.app.mesh import Mesh
 from taskmesh.cli.console import duration, table
 from taskmesh.cli.loading import load_mesh
 from taskmesh.cli.state import App, Json
-from taskmesh.errors import ConfigurationError
 from taskmesh.monitoring.snapshot import snapshot
 from taskmesh.monitoring.status import MeshSnapshot
 
@@ -65,8 +64,6 @@ def top(
     interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 1.0,
 ) -> None:
     """Watch a Mesh in the terminal until Ctrl-C."""
-    if importlib.util.find_spec("rich") is None:
-        raise ConfigurationError("`taskmesh top` needs rich: pip install 'taskmesh[demo]'")
     watch = importlib.import_module("taskmesh.monitoring.terminal").watch
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(watch(load_mesh(app), interval))

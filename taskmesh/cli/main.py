@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import sys
 from typing import Annotated
@@ -15,7 +16,7 @@ from taskmesh.cli.state import Json, state
 from taskmesh.cli.worker import worker
 from taskmesh.errors import ConfigurationError
 
-EXTRAS = ("torch", "numpy", "sklearn", "rich")  # what the extra "demo" brings
+EXTRAS = ("torch", "numpy", "sklearn")  # what the extra "demo" brings
 
 # Without rich: it would cost every worker 10 MB, and its boxes do not survive a pipe.
 app = typer.Typer(
@@ -28,15 +29,24 @@ app = typer.Typer(
 )
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(importlib.metadata.version("taskmesh"))
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Async tasks, training and scoring over one Redis."""
     state.debug = debug
 
 
-@app.command()
+@app.command(short_help="The whole story on this machine.")
 def demo(as_json: Json = False) -> None:
     """Train, crash, recover, roll back, evaluate and score on this machine."""
     try:
@@ -49,9 +59,9 @@ def demo(as_json: Json = False) -> None:
     raise typer.Exit(run_demo(json=as_json))
 
 
-app.command()(worker)
-app.command()(inspect.queues)
-app.command()(inspect.workers)
+app.command(short_help="Serve the queues of a Mesh.")(worker)
+app.command(short_help="What waits and runs in each queue.")(inspect.queues)
+app.command(short_help="The workers, and how much each holds.")(inspect.workers)
 app.command()(inspect.top)
 app.add_typer(dead.commands, name="dead")
 

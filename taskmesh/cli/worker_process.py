@@ -124,6 +124,9 @@ async def serve(mesh: Mesh, plan: Plan, stop: StopSignals) -> None:
     try:
         async with mesh.worker(plan.settings):
             stop.on_request(stopped.set)
+            if mesh.settings.url is None:  # a submitter in another folder would wait for ever
+                folder = mesh.settings.data_folder.resolve()
+                log.info("no server is named (TASKMESH_URL): this is the local one of %s", folder)
             await stopped.wait()
             log.info("draining for up to %g s; another signal ends this process at once", plan.drain_timeout)
     except asyncio.CancelledError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from taskmesh.app.client import Client
@@ -55,8 +55,8 @@ class Books:
         return max(0, self.submitted - (client.outcomes - client.repeats)), client.repeats
 
 
-async def keys_left(links: Iterable[Link], checkpoints: bytes) -> list[str]:
-    """Keys that nothing will remove: without a TTL, and not of the kept checkpoints; gradients in any case.
+async def keys_left(links: Iterable[Link], wanted: Container[bytes]) -> list[str]:
+    """Keys that nothing will remove: without a TTL, and not of those that are wanted; gradients in any case.
 
     It walks the keyspace, which is fit for the demo's own small servers only.
     """
@@ -67,7 +67,7 @@ async def keys_left(links: Iterable[Link], checkpoints: bytes) -> list[str]:
             cursor, keys = await link.call("SCAN", cursor, "COUNT", 1000)
             ttls = await link.call_many([("PTTL", key) for key in keys]) if keys else []
             for key, ttl in zip(keys, ttls, strict=True):
-                if b":gradient:" in key or (ttl == -1 and not key.startswith(checkpoints)):
+                if b":gradient:" in key or (ttl == -1 and key not in wanted):
                     left.append(key.decode())
             if cursor == b"0":
                 break

@@ -188,9 +188,10 @@ async def _oldest_waiting(
                 after = b"(" + lane.last_delivered
                 requests.append((partition.keys.tag, ("XRANGE", key, after, "+", "COUNT", 1)))
                 owners.append(owner)
-            if lane.consumers.get(RETURNED):
-                requests.append((partition.keys.tag, ("XPENDING", key, GROUP, "-", "+", 1, RETURNED)))
-                owners.append(owner)
+            for consumer in (RETURNED, SUSPECTS):
+                if lane.consumers.get(consumer):
+                    requests.append((partition.keys.tag, ("XPENDING", key, GROUP, "-", "+", 1, consumer)))
+                    owners.append(owner)
     oldest: list[float | None] = [None] * len(partitions)
     if not requests:
         return oldest

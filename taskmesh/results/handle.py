@@ -33,7 +33,7 @@ class Handle(Generic[R]):
     """One submitted task.
 
     Attributes:
-        id: the message's id; ``Mesh.handle`` makes a handle of it in another process.
+        id: the message's id; ``Task.handle`` makes a handle of it in another process.
     """
 
     __slots__ = (
@@ -207,7 +207,7 @@ class Handles(Sequence[Handle[R]]):
     weigh what their ids do.
     """
 
-    __slots__ = ("_ids", "_inbox", "_lane", "_partition", "_places", "_task", "_ttl")
+    __slots__ = ("_blob_chunks", "_ids", "_inbox", "_lane", "_partition", "_places", "_task", "_ttl")
 
     def __init__(
         self,
@@ -224,9 +224,12 @@ class Handles(Sequence[Handle[R]]):
         self._lane = lane
         self._ids: list[str] = []
         self._places: list[str | None] = []
+        self._blob_chunks: dict[int, int] = {}  # of the few that are large, by their place
 
-    def extend(self, ids: Sequence[str], places: Sequence[str | None]) -> None:
-        """Take in what was accepted."""
+    def extend(self, ids: Sequence[str], places: Sequence[str | None], blob_chunks: int = 0) -> None:
+        """Take in what was accepted; ``blob_chunks`` belong to a single message."""
+        if blob_chunks:
+            self._blob_chunks[len(self._ids)] = blob_chunks
         self._ids += ids
         self._places += places
 
@@ -251,4 +254,5 @@ class Handles(Sequence[Handle[R]]):
             self._ttl,
             self._lane,
             self._places[index],
+            self._blob_chunks.get(range(len(self))[index], 0) if self._blob_chunks else 0,
         )

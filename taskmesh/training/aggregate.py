@@ -4,8 +4,8 @@ Floating-point sums depend on the order of the additions. Here it is fixed by th
 binary tree, in which a shard without a neighbour moves up a level unchanged. Each addition is done when both of
 its sides are there, so that a round holds few more gradients than came out of turn.
 
-What becomes of buffers: float buffers (BatchNorm's running statistics) are averaged over the shards, weighted by
-their counts; integer buffers are taken from the lowest shard.
+What becomes of buffers: the changes of float buffers (BatchNorm's running statistics) are averaged over the shards,
+weighted by their counts, and added; integer buffers are taken from the lowest shard.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Contribution:
         loss_sum: over its samples (or tokens).
         count: of them.
         gradient: of ``loss_sum``; shape (parameter_count,).
-        floats: its float buffers after the forward pass; shape (floats,).
+        floats: the change of its float buffers in the forward pass; shape (floats,).
         integers: its integer buffers; shape (integers,).
     """
 
@@ -85,6 +85,7 @@ class Update:
         loss: mean loss.
         count: samples (or tokens).
         gradient: of the mean loss; shape (parameter_count,).
+        floats: mean change of the float buffers.
     """
 
     loss: float
@@ -114,14 +115,19 @@ class Round:
             self._integers = contribution.integers
 
     @property
+    def count(self) -> int:
+        """Samples (or tokens) of the shards that are there."""
+        return sum(self._counts)
+
+    @property
     def loss(self) -> float:
         """Mean loss of the shards that are there."""
-        return _pairwise(self._losses) / max(1, sum(self._counts))
+        return _pairwise(self._losses) / max(1, self.count)
 
     def update(self) -> Update:
-        """The step's means, when every shard is there."""
+        """The step's means, when every shard is there and anything counts."""
         assert self._integers is not None
-        count = sum(self._counts)
+        count = self.count
         gradient, floats = self._gradients.total(), self._floats.total()
         gradient /= np.float32(count)
         floats /= np.float32(count)

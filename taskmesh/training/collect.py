@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -27,6 +28,7 @@ from taskmesh.tasks import MAX_DELIVERIES
 from taskmesh.tensors import FlatLayout
 from taskmesh.training.aggregate import Contribution, Round
 from taskmesh.training.plan import Plan
+from taskmesh.training.room import when_there_is_room
 from taskmesh.training.setup import RunSetup
 from taskmesh.training.shard import ShardOrder, ShardResult
 
@@ -192,7 +194,14 @@ class _Gathering:
         plan, bound = self._plan, self._setup.divergence.recomputes
         layout, avoid = self._collector.layout.digest, self._collector.quarantined
         order = ShardOrder(
-            self._version, plan.step, shard, plan.shards[shard], self._parameters, layout, avoid
+            self._version,
+            plan.step,
+            shard,
+            plan.shards[shard],
+            self._parameters,
+            layout,
+            self._setup.agreement,
+            avoid,
         )
         offenders: list[str] = []
         while True:
@@ -218,11 +227,9 @@ class _Gathering:
         """Submit an order until a worker takes it up, and put its result into the round if it can be used."""
         declines = republications = 0
         while True:
-            if declines:  # an idle worker that is avoided would take it again at once
-                delay = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (declines - 1))
-                handle = await self._collector.task.submit_in(delay, order)
-            else:
-                handle = await self._collector.task.submit(order)
+            handle = await when_there_is_room(
+                functools.partial(self._submit, order, declines), f"run {self._setup.name}"
+            )
             self._handles.append((order.shard, handle))
             try:
                 result = await handle.result()
@@ -240,6 +247,13 @@ class _Gathering:
                 order = dataclasses.replace(order, parameters=await self._collector.republish())
             else:
                 return _Answer(result.worker, await self._take(order.shard, handle, result))
+
+    async def _submit(self, order: ShardOrder, declines: int) -> Handle[ShardResult]:
+        if not declines:
+            return await self._collector.task.submit(order)
+        # An idle worker that is avoided would take it again at once.
+        delay = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (declines - 1))
+        return await self._collector.task.submit_in(delay, order)
 
     def _refuse(self, order: ShardOrder, worker: str, reason: str) -> None:
         name = self._setup.name
@@ -299,10 +313,12 @@ class _Gathering:
             np.frombuffer(buffers, np.float32, floats),
             np.frombuffer(buffers[4 * floats :], np.int64).copy(),
         )
-        if result.count < 1 or not np.isfinite(result.loss_sum):
+        if result.count < 0 or not np.isfinite(result.loss_sum):
             raise DecodeError(f"a loss of {result.loss_sum} over {result.count} samples")
-        if not np.isfinite(gradient).all() or not np.isfinite(contribution.floats).all():
+        if not np.isfinite(gradient).all():
             raise DecodeError("the decoded gradient is not finite")
+        if not np.isfinite(contribution.floats).all():
+            raise DecodeError("the change of the buffers is not finite")
         return contribution
 
     def _gradient_keys(self, shard: int, attempt: str, count: int) -> list[bytes]:

@@ -15,11 +15,12 @@ import msgspec
 
 from taskmesh.checkpoints.manifest import Manifest, Part
 from taskmesh.checkpoints.store import Commit, VersionStore
-from taskmesh.errors import TrainingError
+from taskmesh.errors import CheckpointError, TrainingError
 from taskmesh.training.collect import Share
 from taskmesh.training.compute import compute
 from taskmesh.training.learner import Learner, pack_state, unpack_state
 from taskmesh.training.rollback import LossHistory
+from taskmesh.training.room import when_there_is_room
 from taskmesh.training.setup import RunSetup
 
 log = logging.getLogger("taskmesh.training")
@@ -91,10 +92,10 @@ class Committer:
         """Take a run up where its newest checkpoint is, or begin it.
 
         Raises:
-            TrainingError: the run was begun with another seed or other data.
+            TrainingError: the run was begun with another seed, shards, batch size or compression, or other data.
             CheckpointError: there are checkpoints, and none is whole, or they are another model's.
         """
-        await self._store.sweep()
+        await self._store.sweep(self._token)
         found = await self._store.load_newest()
         if found is None:
             progress = Progress()
@@ -126,14 +127,16 @@ class Committer:
 
         Raises:
             LeadershipLost: another master leads the run.
-            BrokerFull: the server has no room for it.
+            BrokerFull: the server has no room for it, for minutes.
         """
         version = self._version + 1 if self.current is not None else 0
         parts: dict[str, memoryview | bytes] = {"parameters": self._learner.flat.view()}
         if kept:
             state = {**self._learner.state(), **self._run_state(progress, samples)}
             parts["state"] = pack_state(state)
-        described = await self._store.write(version, self._token, parts, kept=kept)
+        described = await when_there_is_room(
+            lambda: self._store.write(version, self._token, parts, kept=kept), f"run {self._setup.name}"
+        )
         manifest = Manifest(
             version=version,
             parent=version if self.current is None else self.current.version,
@@ -172,13 +175,11 @@ class Committer:
         return progress
 
     async def republish(self) -> Part:
-        """Write the current parameters again: the server for what can be formed again has lost them."""
-        assert self.current is not None
-        part = self.parameters
-        if not part.kept:
-            view = self._learner.flat.view()
-            described = await self._store.write(part.version, self._token, {"parameters": view}, kept=False)
-            return described["parameters"]
+        """Write the current parameters again: the server has lost them, or holds something else."""
+        part, view = self.parameters, self._learner.flat.view()
+        await when_there_is_room(
+            lambda: self._store.rewrite(part, view, self._token), f"run {self._setup.name}"
+        )
         return part
 
     async def end(self) -> None:
@@ -206,16 +207,23 @@ class Committer:
             "seed": self._setup.seed,
             "samples": samples,
             "batch_size": self._setup.batch_size,
+            "shards": self._setup.shards,
+            "compression": self._setup.compression.name,
             "losses": asdict(progress.losses),
         }
 
     async def _restore(
         self, manifest: Manifest, parts: Mapping[str, Sequence[bytes]], samples: int
     ) -> Progress:
+        if manifest.layout != self._learner.flat.layout.digest:
+            raise CheckpointError(
+                f"version {manifest.version} of run {self._setup.name!r} is another model's: "
+                "give the run another name, or the same model"
+            )
         state = unpack_state(parts["state"])
         wanted = self._run_state(Progress(), samples)
-        for name in ("seed", "samples", "batch_size"):
-            if state.get(name) != wanted[name]:
+        for name in ("seed", "samples", "batch_size", "shards", "compression"):
+            if state.get(name, wanted[name]) != wanted[name]:  # an older release did not note them all
                 raise TrainingError(
                     f"run {self._setup.name!r} was begun with {name} {state.get(name)}, not {wanted[name]}: "
                     "give the run another name, or the same values"

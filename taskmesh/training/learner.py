@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from taskmesh.codec import pack_value, unpack_value
 from taskmesh.errors import CheckpointError, ConfigurationError, DecodeError
-from taskmesh.tensors import FlatModel
+from taskmesh.tensors import FlatModel, drawing
 from taskmesh.training.aggregate import Update
 from taskmesh.training.compute import use_threads
 from taskmesh.training.seeds import derive
@@ -35,8 +36,8 @@ class Learner:
         seed: int,
         threads: int,
     ) -> None:
-        torch.manual_seed(derive(seed, "model", bits=64))
-        self.flat = FlatModel(build().float())
+        with drawing(derive(seed, "model", bits=64)):
+            self.flat = FlatModel(build().float())
         self._seed = seed
         self._threads = threads
         self._optimizer = optimizer(self.flat.model.parameters())
@@ -51,21 +52,42 @@ class Learner:
         flat = self.flat
         flat.gradient.copy_(torch.from_numpy(update.gradient))
         flat.spread_gradient()
-        torch.manual_seed(derive(self._seed, "optimizer", step, bits=64))
-        self._optimizer.step()
-        if self._schedule is not None:
-            self._schedule.step()
-        flat.floats.copy_(torch.from_numpy(update.floats))
+        with drawing(derive(self._seed, "optimizer", step, bits=64)):
+            self._optimizer.step()
+            if isinstance(self._schedule, ReduceLROnPlateau):
+                self._schedule.step(update.loss)
+            elif self._schedule is not None:
+                self._schedule.step()
+        flat.floats.add_(torch.from_numpy(update.floats))
         flat.integers.copy_(torch.from_numpy(update.integers))
         flat.spread_buffers()
-        if not bool(torch.isfinite(flat.values).all()):
+        # Of the buffers only the change: a mask may hold infinities all along.
+        if not bool(torch.isfinite(flat.values[: flat.layout.parameter_count]).all()):
             return "the parameters are not finite after the step"
+        if not np.isfinite(update.floats).all():
+            return "the buffers are not finite after the step"
+        if not self._has_finite_state():
+            return "the optimizer's state is not finite after the step"
         return None
+
+    def _has_finite_state(self) -> bool:
+        """A gradient may be finite and its square not: Adam would never move such a parameter again."""
+        tensors = (
+            value
+            for state in self._optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dim()
+        )
+        return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
     def state(self) -> dict[str, Any]:
         """What the next steps depend on beside the parameters."""
         schedule = None if self._schedule is None else self._schedule.state_dict()
-        return {"optimizer": self._optimizer.state_dict(), "schedule": schedule}
+        return {"kinds": self._kinds(), "optimizer": self._optimizer.state_dict(), "schedule": schedule}
+
+    def _kinds(self) -> list[str]:
+        """What the optimizer and the schedule are: torch loads one's state into another without a word."""
+        return [type(self._optimizer).__qualname__, type(self._schedule).__qualname__]
 
     def restore(self, pieces: Sequence[bytes], state: Mapping[str, Any]) -> None:
         """Go back to a version.
@@ -73,6 +95,10 @@ class Learner:
         Raises:
             CheckpointError: its parameters are another model's, or its state is another optimizer's.
         """
+        if state.get("kinds", self._kinds()) != self._kinds():  # an older release did not note them
+            raise CheckpointError(
+                f"the checkpoint's optimizer or schedule is another one: {state.get('kinds')}, not {self._kinds()}"
+            )
         self.flat.load(pieces)
         try:
             self._optimizer.load_state_dict(state["optimizer"])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from taskmesh.checkpoints.manifest import Manifest
 from taskmesh.checkpoints.store import VersionStore
-from taskmesh.errors import TrainingError
+from taskmesh.errors import CheckpointError, TrainingError
 from taskmesh.events import Committed, Observers, RolledBack
 from taskmesh.training.aggregate import Update
 from taskmesh.training.collect import Collector, Gathered
@@ -124,6 +124,8 @@ class Master:
         """Why the step must not be taken; None when it may."""
         if gathered.fault is not None:
             return gathered.fault
+        if not gathered.round.count:
+            return "no sample of the batch counts"
         return self._setup.divergence.judge(gathered.round.loss, self.progress.losses)
 
     async def _commit(
@@ -191,9 +193,20 @@ class Master:
             except Exception as error:
                 if not future.done():
                     future.set_exception(error)
+                if not isinstance(error, CheckpointError):
+                    raise  # the learner may hold the old version already: a master that begins again knows
             else:
                 if not future.done():
                     future.set_result(reached)
+
+    def close(self) -> None:
+        """Answer those who asked for a rollback that does not come any more."""
+        while self._requests:
+            _, future = self._requests.pop()
+            if not future.done():
+                future.set_exception(
+                    TrainingError(f"run {self._setup.name!r} has ended before it could be rolled back")
+                )
 
     async def roll_back_to(self, version: int) -> int:
         """Make a kept version current, as a new version, whose number is returned.

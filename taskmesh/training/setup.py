@@ -18,6 +18,7 @@ class RunSetup:
     Attributes:
         shards: logical shards of each step; fixed, however many workers there are.
         batch_size: samples of each step.
+        samples: length of the data.
         lease_ttl: seconds after which a master that is not heard of may be replaced.
     """
 
@@ -28,11 +29,17 @@ class RunSetup:
     compression: Compression
     checkpoint: Every
     divergence: OnDivergence
+    samples: int
     lease_ttl: float
 
     def __post_init__(self) -> None:
         if self.shards < 1:
             raise ConfigurationError(f"shards is {self.shards}; it must be at least 1")
+
+    @property
+    def agreement(self) -> str:
+        """What master and workers must have alike beside the model's layout, for the same bits, in words."""
+        return f"seed {self.seed}, {self.samples} samples, compression {self.compression.name}"
 
     @property
     def name(self) -> str:

@@ -25,10 +25,11 @@ from taskmesh.checkpoints.store import VersionStore
 from taskmesh.errors import CheckpointError, TrainingError
 from taskmesh.keys import RunKeys
 from taskmesh.tasks import Context
-from taskmesh.tensors import FlatModel
+from taskmesh.tensors import FlatModel, drawing
 from taskmesh.training.compression.base import Compression
 from taskmesh.training.compute import compute, use_threads
 from taskmesh.training.data import Dataset
+from taskmesh.training.room import when_there_is_room
 from taskmesh.training.seeds import derive
 
 # Riding in the result is no faster (9,610 parameters, 8 shards, one machine: 10.5 to 11.4 ms a step either way), and
@@ -47,6 +48,7 @@ class ShardOrder:
     """What a worker is told to compute.
 
     Attributes:
+        agreement: what this master and its workers must have alike (``RunSetup.agreement``).
         avoid: workers that leave it to others.
     """
 
@@ -56,6 +58,7 @@ class ShardOrder:
     indices: tuple[int, ...]
     parameters: Part
     layout: str
+    agreement: str
     avoid: tuple[str, ...] = ()
 
 
@@ -106,6 +109,7 @@ class Recipe(NamedTuple):
     Attributes:
         build: makes the model.
         threads: torch's intra-op threads while a shard is computed.
+        agreement: what it has alike, in words.
     """
 
     run: str
@@ -115,6 +119,7 @@ class Recipe(NamedTuple):
     compression: Compression
     seed: int
     threads: int
+    agreement: str
 
 
 class _Computed(NamedTuple):
@@ -137,7 +142,7 @@ class Replica:
         self._recipe = recipe
         self._flat: FlatModel | None = None
         self._loaded: Part | None = None
-        self._fetches: OrderedDict[tuple[bool, int, int], asyncio.Task[list[bytes]]] = OrderedDict()
+        self._fetches: OrderedDict[Part, asyncio.Task[list[bytes]]] = OrderedDict()
 
     # the handlers
 
@@ -170,7 +175,10 @@ class Replica:
         attempt = f"{context.task_id}.{context.deliveries}"
         cut = chunks.split(memoryview(found.payload))
         keys = [self._keys.gradient(order.version, order.shard, attempt, place) for place in range(len(cut))]
-        await chunks.put(self._mesh.client.bulk, keys, cut, GRADIENT_TTL_MS)
+        bulk = self._mesh.client.bulk
+        await when_there_is_room(
+            lambda: chunks.put(bulk, keys, cut, GRADIENT_TTL_MS), f"run {self._recipe.run}"
+        )
         return dataclasses.replace(result, attempt=attempt)
 
     async def infer(self, parameters: Part, layout: str, rows: Tensor) -> Tensor:
@@ -186,12 +194,11 @@ class Replica:
 
     async def _fetch(self, part: Part) -> list[bytes]:
         """The parameters of a version, fetched once however many ask."""
-        name = (part.kept, part.version, part.token)
-        fetch = self._fetches.get(name)
+        fetch = self._fetches.get(part)
         if fetch is None or fetch.cancelled() or (fetch.done() and fetch.exception() is not None):
             client = self._mesh.client
             store = VersionStore(client.caller, client.bulk, self._keys)
-            fetch = self._fetches[name] = asyncio.create_task(store.load(part), name="taskmesh parameters")
+            fetch = self._fetches[part] = asyncio.create_task(store.load(part), name="taskmesh parameters")
             while len(self._fetches) > _CACHED_VERSIONS:
                 self._fetches.popitem(last=False)
         return await asyncio.shield(fetch)
@@ -200,8 +207,8 @@ class Replica:
 
     def _load(self, part: Part, layout: str, pieces: list[bytes]) -> FlatModel:
         if self._flat is None:
-            torch.manual_seed(derive(self._recipe.seed, "model", bits=64))
-            self._flat = FlatModel(self._recipe.build())
+            with drawing(derive(self._recipe.seed, "model", bits=64)):
+                self._flat = FlatModel(self._recipe.build())
         if self._flat.layout.digest != layout:
             raise TrainingError(
                 f"run {self._recipe.run!r}: this worker's model has another layout than the master's "
@@ -217,14 +224,19 @@ class Replica:
 
     def _compute(self, order: ShardOrder, pieces: list[bytes]) -> _Computed:
         recipe = self._recipe
+        if order.agreement != recipe.agreement:
+            raise TrainingError(
+                f"run {recipe.run!r}: this worker goes by {recipe.agreement}, the master by {order.agreement}; "
+                "it runs other code"
+            )
         use_threads(recipe.threads)
         flat = self._load(order.parameters, order.layout, pieces)
-        torch.manual_seed(derive(recipe.run, recipe.seed, "shard", order.step, order.shard, bits=64))
         flat.model.train()
         flat.zero_gradient()
-        losses = recipe.loss(flat.model, recipe.data.fetch(order.indices))
-        loss, count = sum_and_count(losses)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with drawing(derive(recipe.run, recipe.seed, "shard", order.step, order.shard, bits=64)):
+            losses = recipe.loss(flat.model, recipe.data.fetch(order.indices))
+            loss, count = sum_and_count(losses)
+            loss.backward()  # type: ignore[no-untyped-call]
         gradient = flat.collect_gradient().numpy()
         loss_sum = float(loss.detach())
         if not math.isfinite(loss_sum):
@@ -241,7 +253,8 @@ class Replica:
         use_threads(self._recipe.threads)
         model = self._load(part, layout, pieces).model
         model.eval()
-        with torch.inference_mode():
+        # Not inference_mode: what the model caches in it could not be used in a training step later.
+        with torch.no_grad():
             outputs = model(rows)
         if not isinstance(outputs, Tensor):
             raise TrainingError(
@@ -267,12 +280,17 @@ def sum_and_count(losses: Loss) -> tuple[Tensor, int]:
 
 
 def _buffers(flat: FlatModel) -> bytes:
-    """The model's buffers as they are now; the flat buffer keeps those of the version."""
+    """What the forward pass made of the buffers; the flat buffer keeps those of the version.
+
+    Of float buffers the change: what did not change (a constant, a mask of infinities) then stays as it is, where
+    a mean of equal values would be rounded a little further with every step.
+    """
     if not flat.layout.floats and not flat.layout.integers:
         return b""
     floats, integers = flat.floats.clone(), flat.integers.clone()
     flat.collect_buffers()
-    data: bytes = flat.floats.numpy().tobytes() + flat.integers.numpy().tobytes()
+    changes = torch.where(flat.floats == floats, 0.0, flat.floats - floats)
+    data: bytes = changes.numpy().tobytes() + flat.integers.numpy().tobytes()
     flat.floats.copy_(floats)
     flat.integers.copy_(integers)
     return data

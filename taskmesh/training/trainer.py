@@ -20,7 +20,7 @@ from taskmesh.events import Committed
 from taskmesh.keys import RunKeys, check_name
 from taskmesh.monitoring.status import RunStatus
 from taskmesh.tasks import Retry, TaskOptions
-from taskmesh.tensors import FlatModel
+from taskmesh.tensors import FlatModel, drawing
 from taskmesh.training.collect import Collector
 from taskmesh.training.commit import Committer, LedgerEntry, decode_entry
 from taskmesh.training.compression import Compression, Int8
@@ -54,10 +54,11 @@ class Trainer:
         name: the run's name; one run of that name is in the Mesh, and a later ``run`` goes on with it.
         model: makes the model. Every process makes its own, from the same seed.
         loss: from the model and what ``data.fetch`` returned to the losses of the samples (or tokens), unreduced,
-            or to (sum, count). Randomness comes from torch's default generator, which is seeded for each shard.
+            or to (sum, count). Randomness comes from the default generators of torch, numpy and Python, which are
+            seeded for each shard.
         data: what is learnt from; in every process.
         optimizer: makes the optimizer of the parameters it is given, in the master.
-        schedule: makes a learning-rate schedule, stepped once a step.
+        schedule: makes a learning-rate schedule, stepped once a step (ReduceLROnPlateau with the step's loss).
         shards: logical shards of each step, fixed whatever the number of workers; at least 8 a worker let their
             speeds differ.
         batch_size: samples of each step.
@@ -102,13 +103,16 @@ class Trainer:
             compression or Int8(),
             checkpoint or Every(),
             rollback or OnDivergence(),
+            len(data),
             mesh.settings.liveness_ttl,
         )
         self._sampler = Sampler(len(data), batch_size, seed)
         self._optimizer = optimizer
         self._schedule = schedule
         self._threads = threads
-        recipe = Recipe(name, model, loss, data, self._setup.compression, seed, threads)
+        recipe = Recipe(
+            name, model, loss, data, self._setup.compression, seed, threads, self._setup.agreement
+        )
         replica = Replica(mesh, self._setup.keys, recipe)
         options = TaskOptions(queue=name, result_ttl=RESULT_TTL)
         self._gradient = mesh.add_task(replica.gradient, f"{name}.gradient", options)
@@ -156,7 +160,7 @@ class Trainer:
 
         Raises:
             CheckpointError: the version is not kept (any more), or is damaged.
-            TrainingError: another process leads the run.
+            TrainingError: another process leads the run; or the run under way ended first.
         """
         if self._master is not None:
             return await self._master.request_rollback(to)
@@ -245,7 +249,8 @@ class Trainer:
         return RunStatus(self.name, current.version, current.step, current.metrics.get("loss"))
 
     def _build(self, manifest: Manifest, pieces: Sequence[bytes]) -> nn.Module:
-        flat = FlatModel(self.model())
+        with drawing():
+            flat = FlatModel(self.model())
         if flat.layout.digest != manifest.layout:
             raise ConfigurationError(f"version {manifest.version} of run {self.name!r} is another model's")
         flat.load(pieces)
@@ -265,6 +270,8 @@ class Trainer:
                 await holding
             return await working
         finally:
+            if self._master is not None:
+                self._master.close()
             self._master = None
             holding.cancel()
             working.cancel()

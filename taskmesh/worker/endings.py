@@ -11,7 +11,13 @@ import msgspec
 
 from taskmesh.broker import blobs
 from taskmesh.broker.streams import Settlement
-from taskmesh.codec import encode_blob_outcome, encode_message, encode_outcome, encode_success
+from taskmesh.codec import (
+    decode_message,
+    encode_blob_outcome,
+    encode_message,
+    encode_outcome,
+    encode_success,
+)
 from taskmesh.errors import BrokerError, PayloadTooLarge
 from taskmesh.events import Ending
 from taskmesh.keys import reply_producer
@@ -93,9 +99,7 @@ class Endings:
         task, message = delivery.task, delivery.message
         verdict = judge(error, message.attempt, task.options.retry, self._draw())
         if verdict.delay is not None and not final:
-            again = msgspec.structs.replace(message, attempt=message.attempt + 1)
-            if message.blob_chunks:  # they stay where they lie
-                again = msgspec.structs.replace(again, args=(), kwargs={})
+            again = msgspec.structs.replace(decode_message(delivery.data), attempt=message.attempt + 1)
             arguments = (encode_message(again), int(verdict.delay * 1000))
             self._settle(
                 delivery, "R", arguments, Ending(task.name, Status.RETRIED.value, seconds), keep_blobs=True
@@ -190,7 +194,10 @@ class Endings:
     def _upload(self, delivery: Delivery, outcome: bytes, ttl_ms: int, seconds: float) -> None:
         if len(outcome) > self._settings.max_payload_bytes:
             limit = self._settings.max_payload_bytes
-            error = PayloadTooLarge(f"the result has {len(outcome)} bytes; the limit is {limit}")
+            error = PayloadTooLarge(
+                f"the result has {len(outcome):,} bytes; the limit is {limit:,} "
+                "(MeshSettings.max_payload_bytes)"
+            )
             self.failed(delivery, error, seconds, final=True)
             return
         upload = asyncio.create_task(

@@ -168,7 +168,8 @@ class Executor:
             self._stopped(run, delivery, error)
         except Exception as error:
             if run is None or delivery.order not in run.ended:
-                self._endings.failed(delivery, error, time.monotonic() - started)
+                unwanted = run is not None and run.reason == "cancelled"  # nobody wants another try
+                self._endings.failed(delivery, error, time.monotonic() - started, final=unwanted)
         except LoopGone:
             return True
         except BaseException as error:
@@ -179,6 +180,7 @@ class Executor:
             if run is None or delivery.order not in run.ended:
                 self._endings.succeeded(delivery, value, time.monotonic() - started)
         if run is None:
+            self.current = None
             return False
         self._forget(run)
         return True
@@ -262,7 +264,8 @@ class Executor:
         except Exception as error:
             if len(items) == 1:
                 if items[0][0].order not in run.ended:
-                    self._endings.failed(items[0][0], error, time.monotonic() - run.started)
+                    seconds, unwanted = time.monotonic() - run.started, run.reason == "cancelled"
+                    self._endings.failed(items[0][0], error, seconds, final=unwanted)
                 return
             half = len(items) // 2
             await self._run_rows(run, items[:half])

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from taskmesh.broker.caller import pause_before
 from taskmesh.broker.link import Moved, NoGroup, ScriptMissing
 from taskmesh.broker.scripts import FETCH
-from taskmesh.broker.streams import lane_quotas, read_fetched
+from taskmesh.broker.streams import CONTROL_LENGTH, lane_quotas, read_fetched
 from taskmesh.errors import BrokerError, BrokerRefused
 from taskmesh.messages import Entry
 from taskmesh.worker.deliveries import Source
@@ -72,7 +72,6 @@ class Fetcher:
         failures = 0
         while not self._stopping:
             if self._adopt_now:
-                self._adopt_now = False
                 await self._recover(self._adopt())
             room = self._host.room(self._source)
             if room < 1:
@@ -86,6 +85,7 @@ class Fetcher:
                 await asyncio.sleep(0)
             except NoGroup:
                 await self._recover(self._host.rejoin(self._source))
+                self._adopt_now = True  # the script may have read one lane before it missed another
                 idle = False
             except ScriptMissing:
                 await self._recover(self._partition.caller.load(self._source.keys.tag, [FETCH]))
@@ -122,7 +122,7 @@ class Fetcher:
             read = self._partition.fetch_command(worker, asked, quotas)
             timeout = REPLY_MARGIN
         # The control stream is read right behind the delivery: whoever was cancelled before it is known here.
-        control = ("XREAD", "COUNT", 1000, "STREAMS", keys.control, source.last_control)
+        control = ("XREAD", "COUNT", CONTROL_LENGTH, "STREAMS", keys.control, source.last_control)
         if self._client is None or self._client[0] != self._link.generation:
             self._client = (self._link.generation, int(await self._link.call("CLIENT", "ID")))
         reply, control_reply, time = await self._link.call_many([read, control, ("TIME",)], timeout)
@@ -140,16 +140,20 @@ class Fetcher:
 
     async def _adopt(self) -> None:
         """Take in what the server delivered and this worker never saw."""
-        worker = self._host.worker
-        lacking = [
-            (lane, entry_id, deliveries)
-            for lane, entry_id, deliveries in await self._partition.own_pending(worker)
-            if entry_id not in self._source.held[lane]
-        ]
-        if not lacking:
-            return
-        entries = [await self._partition.read(*item) for item in lacking]
-        seconds, micros = await self._partition.caller.command(self._source.keys.tag, "TIME")
+        self._adopt_now = False
+        try:
+            lacking = [
+                (lane, entry_id, deliveries)
+                for lane, entry_id, deliveries in await self._partition.own_pending(self._host.worker)
+                if entry_id not in self._source.held[lane]
+            ]
+            if not lacking:
+                return
+            entries = [await self._partition.read(*item) for item in lacking]
+            seconds, micros = await self._partition.caller.command(self._source.keys.tag, "TIME")
+        except BrokerError:
+            self._adopt_now = True
+            raise
         now_ms = int(seconds) * 1000 + int(micros) // 1000 + self._partition.caller.clock.offset_ms
         fresh = [entry for entry in entries if entry.id not in self._source.held[entry.lane]]
         log.info("queue %s: adopted %d deliveries after an error", self._source.queue, len(fresh))

@@ -24,7 +24,7 @@ class Heartbeat(threading.Thread):
     """Renews the lease in every partition about four times in a TTL.
 
     ``struck_off`` is called, from this thread, with a partition in which the worker is no longer on the list.
-    ``blocked_since`` tells how long the event loop has overrun what it may take; past ``grace`` the process ends,
+    ``overrun`` tells by how many seconds the event loop has overrun what it may take; past ``grace`` the process ends,
     since nothing else can end a handler that never gives the loop back.
     """
 

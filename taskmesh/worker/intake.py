@@ -65,8 +65,9 @@ class Intake:
             order += 1
             held = source.held[entry.lane]
             held[entry.id] = None
+            data = entry.message or b""
             try:
-                message = codec.decode_message(entry.message or b"")
+                message = codec.decode_message(data)
             except DecodeError as error:
                 self._endings.refused(source, entry, order, str(error))
                 continue
@@ -74,10 +75,12 @@ class Intake:
             if task is None:
                 self._endings.unknown(source, entry, order, message)
                 continue
-            delivery = Delivery(source, entry.lane, entry.id, message, task, entry.deliveries, order, now)
+            delivery = Delivery(
+                source, entry.lane, entry.id, data, message, task, entry.deliveries, order, now
+            )
             held[entry.id] = delivery
             if source.cancelled and message.id in source.cancelled:
-                source.cancelled.discard(message.id)
+                del source.cancelled[message.id]
                 self._endings.dropped(delivery, Status.CANCELLED)
             elif message.expires_at_ms and _has_expired(delivery, now_ms):
                 self._endings.dropped(delivery, Status.EXPIRED)
@@ -100,11 +103,14 @@ class Intake:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    def cancel(self, source: Source, message_id: str) -> None:
-        """Someone wants a message cancelled: stop it, or remember until it comes."""
-        stopped = [self._executor.cancel(delivery) for delivery in source.find(message_id)]
-        if not any(stopped):
-            source.cancelled.add(message_id)
+    def cancel(self, source: Source, message_ids: Sequence[str]) -> None:
+        """Someone wants messages cancelled: stop them, or remember until they come."""
+        stopped = {
+            delivery.message.id
+            for delivery in source.find(frozenset(message_ids))
+            if self._executor.cancel(delivery)
+        }
+        source.mark(message_id for message_id in message_ids if message_id not in stopped)
 
     # messages that workers died with
 
@@ -152,7 +158,7 @@ class Intake:
             self._endings.failed(delivery, error, 0.0, final=True)
             return
         if message.id in delivery.source.cancelled:
-            delivery.source.cancelled.discard(message.id)
+            del delivery.source.cancelled[message.id]
             self._endings.dropped(delivery, Status.CANCELLED)
             return
         delivery.message = msgspec.structs.replace(message, args=tuple(args), kwargs=kwargs)

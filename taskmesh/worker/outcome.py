@@ -9,7 +9,7 @@ from typing import NamedTuple
 from taskmesh.codec import pack_value
 from taskmesh.errors import InvalidArguments, PayloadTooLarge
 from taskmesh.messages import Failure
-from taskmesh.tasks import Retry, RetryLater
+from taskmesh.tasks import Retry, RetryLater, type_name
 
 MAX_TRACEBACK_CHARACTERS = 16_000
 NEVER_RETRIED = (InvalidArguments, PayloadTooLarge)
@@ -42,12 +42,6 @@ def judge(error: BaseException, attempt: int, retry: Retry, draw: float) -> Verd
     return Verdict(max(0.0, pause), f"attempt {attempt} of {retry.attempts} failed")
 
 
-def type_name(kind: type) -> str:
-    """An exception class as it is named on the wire: qualified, builtins bare."""
-    module = kind.__module__
-    return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
-
-
 def failure_of(error: BaseException, engine_frames: tuple[str, ...]) -> Failure:
     """An exception as it travels; frames of the files named are left out of its traceback."""
     text = "".join(
@@ -61,7 +55,7 @@ def failure_of(error: BaseException, engine_frames: tuple[str, ...]) -> Failure:
         pack_value(args)
     except Exception:
         args = ()
-    return Failure(type_name(type(error)), _message(error), text, args)
+    return Failure(type_name(type(error)), _as_utf8(_message(error)), _as_utf8(text), args)
 
 
 def _message(error: BaseException) -> str:
@@ -69,6 +63,11 @@ def _message(error: BaseException) -> str:
         return str(error)
     except Exception:
         return "(its text cannot be formed)"
+
+
+def _as_utf8(text: str) -> str:
+    """Text that can travel: lone surrogates (of a file name that is not UTF-8, say) are escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _without(tb: TracebackType | None, files: tuple[str, ...]) -> TracebackType | None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from taskmesh.broker.scripts import FETCH, SETTLE
-from taskmesh.broker.streams import Partition
+from taskmesh.broker.streams import CONTROL_LENGTH, Partition
 from taskmesh.errors import BrokerError
 from taskmesh.events import Observer, Observers, WorkerLost
 from taskmesh.keys import RETURNED
@@ -83,6 +83,7 @@ class Worker:
         self._progress = time.monotonic()
         self._heartbeat: Heartbeat | None = None
         self._stopping = False
+        self._stopped = asyncio.Event()
 
     # life
 
@@ -133,10 +134,20 @@ class Worker:
         log.info("worker %s serves %s", self.worker.decode(), ", ".join(s.queue for s in self._sources))
 
     async def stop(self, timeout: float | None = None) -> None:
-        """Drain and leave: what runs may finish within ``timeout`` seconds, the rest is handed back, uncounted."""
+        """Drain and leave: what runs may finish within ``timeout`` seconds, the rest is handed back, uncounted.
+
+        A second call waits for the first, whatever its ``timeout``.
+        """
         if self._stopping:
+            await self._stopped.wait()
             return
         self._stopping = True
+        try:
+            await self._drain_and_leave(timeout)
+        finally:
+            self._stopped.set()
+
+    async def _drain_and_leave(self, timeout: float | None) -> None:
         give_up_after = self._settings.drain_timeout if timeout is None else timeout
         give_up_at = time.monotonic() + give_up_after
         self._room.set()
@@ -167,6 +178,7 @@ class Worker:
         The lease runs out, and others take the work over. Handlers in threads run on; their results are dropped.
         """
         self._stopping = True
+        self._stopped.set()
         if self._heartbeat is not None:
             self._heartbeat.end()
         self._executor.abandon()
@@ -234,15 +246,27 @@ class Worker:
 
     def control(self, source: Source, entries: Sequence[tuple[bytes, list[bytes]]]) -> None:
         """What others said on the control stream."""
+        if len(entries) >= CONTROL_LENGTH:
+            self._upkeeps[source].read_marks()
         for entry_id, (kind, value) in entries:
             if _later(entry_id, source.last_control):
                 source.last_control = entry_id
             if kind == b"cancel":
-                self._intake.cancel(source, value.decode())
+                self._intake.cancel(source, [value.decode()])
+            elif kind == b"requeued":
+                source.cancelled.pop(value.decode(), None)
             elif kind == b"due":
                 self._upkeeps[source].poke_promoter()
             elif kind == b"returned":
                 self._upkeeps[source].poke_observer()
+
+    def cancel(self, source: Source, message_ids: Sequence[str]) -> None:
+        """Someone wants these messages cancelled."""
+        self._intake.cancel(source, message_ids)
+
+    def adopt(self, source: Source) -> None:
+        """The server may hold entries for this worker that it does not know of."""
+        self._fetchers[source].adopt()
 
     async def rejoin(self, source: Source) -> None:
         """The stream or the lease is gone: enter the queue again."""
@@ -251,7 +275,7 @@ class Worker:
     async def _join(self, source: Source) -> None:
         joined = await source.partition.join(self.worker, [task.name for task in self._registry])
         source.last_control = joined.last_control
-        source.cancelled |= joined.cancelled
+        source.mark(joined.cancelled)
         if joined.released:
             log.info("queue %s: released %d parked messages", source.queue, joined.released)
 
@@ -279,7 +303,7 @@ class Worker:
                     await source.partition.hand_back(self.worker, entries[first : first + 500], to)
             except BrokerError as error:
                 log.warning("queue %s: handing back: %s", source.queue, error)
-                self._fetchers[source].adopt()
+                self.adopt(source)
             for lane, entry in entries:
                 source.held[lane].pop(entry, None)
 

@@ -38,6 +38,10 @@ class Host(Protocol):
 
     def control(self, source: Source, entries: Sequence[tuple[bytes, list[bytes]]]) -> None: ...
 
+    def adopt(self, source: Source) -> None: ...
+
+    def cancel(self, source: Source, message_ids: Sequence[str]) -> None: ...
+
 
 class Upkeep:
     """The loops of one partition; ``poke_observer`` and ``poke_promoter`` make them look now."""
@@ -52,12 +56,18 @@ class Upkeep:
         self._witness = Witness(ttl)
         self._look_now = asyncio.Event()
         self._promote_now = asyncio.Event()
+        self._marks_missed = False
 
     def poke_observer(self) -> None:
         self._look_now.set()
 
     def poke_promoter(self) -> None:
         self._promote_now.set()
+
+    def read_marks(self) -> None:
+        """Control entries may have been trimmed unread: ask for all that is to be cancelled."""
+        self._marks_missed = True
+        self._look_now.set()
 
     async def watch(self) -> None:
         """Look for dead workers and take their entries over, as far as there is room."""
@@ -67,10 +77,22 @@ class Upkeep:
                 if time.monotonic() >= self._sweep_at:
                     self._sweep_at = time.monotonic() + self._ttl
                     await self._source.partition.sweep()
+                if self._marks_missed:
+                    await self._read_marks()
                 await self._look()
             except BrokerError as error:
                 log.debug("queue %s: looking for dead workers: %s", self._source.queue, error)
+                self._host.adopt(self._source)  # it may have claimed entries and not heard of it
                 await asyncio.sleep(pause_before(3))
+
+    async def _read_marks(self) -> None:
+        self._marks_missed = False
+        try:
+            marks = await self._source.partition.cancel_marks()
+        except BrokerError:
+            self._marks_missed = True
+            raise
+        self._host.cancel(self._source, marks)
 
     async def _look(self) -> None:
         source, partition = self._source, self._source.partition

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import redis
 
-from taskmesh import Batch, Cancelled, Context, Mesh, Retry, TaskCancelled, WorkerSettings
-from taskmesh.testing import wait_until
+from taskmesh import (
+    Batch,
+    Cancelled,
+    Context,
+    Mesh,
+    Priority,
+    Retry,
+    TaskCancelled,
+    TaskFailed,
+    WorkerSettings,
+)
+from taskmesh.testing import KeyLeaks, wait_until
 from tests.conftest import MakeMesh
 
 PREFIX = "taskmesh:{test:default:0}:"
@@ -212,3 +224,64 @@ async def test_the_waiter_being_cancelled_does_not_cancel_the_task(mesh: Mesh) -
         with pytest.raises(asyncio.CancelledError):
             await waiter
         assert await handle.result(timeout=5) == 1
+
+
+@pytest.mark.parametrize("batch", [None, Batch(max_rows=4)])
+async def test_a_handler_that_fails_while_it_is_stopped_gets_no_other_try(
+    mesh: Mesh, batch: Batch | None
+) -> None:
+    started = 0
+
+    async def clumsy(_: Any) -> Any:
+        nonlocal started
+        started += 1
+        try:
+            await asyncio.sleep(30)
+        finally:
+            raise OSError("while tidying up")
+
+    retry = Retry(attempts=3, delay=0.0)
+    task = mesh.task(retry=retry)(clumsy) if batch is None else mesh.task(retry=retry, batch=batch)(clumsy)
+    async with mesh.worker():
+        handle = await task.submit(1)
+        await wait_until(lambda: started == 1)
+        await handle.cancel()
+        with pytest.raises(TaskFailed, match="while tidying up"):
+            await handle.result(timeout=5)
+    assert started == 1
+
+
+async def test_the_chunks_of_one_of_many_go_with_it(mesh: Mesh, redis_url: str) -> None:
+    @mesh.task
+    async def size(data: bytes) -> int:
+        return len(data)
+
+    with KeyLeaks(redis_url):
+        handles = await size.submit_many([b"small", b"x" * 300_000, b"small"])
+        for handle in (handles[0], handles[-2], handles[2]):
+            assert await handle.cancel() is Cancelled.CANCELLED
+
+
+async def test_one_of_many_that_are_due_together_is_found(mesh: Mesh, plain: redis.Redis) -> None:
+    @mesh.task
+    async def work(n: int) -> None:
+        pass
+
+    when = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
+    handles = [await work.submit_at(when, n) for n in range(20)]
+    high = work.options(priority=Priority.HIGH)
+    handles += [await high.submit_at(when, n) for n in range(5)]
+    for handle in (handles[0], handles[7], handles[19], handles[24]):
+        assert await handle.cancel() is Cancelled.CANCELLED
+    assert plain.zcard(PREFIX + "delayed") == 21
+    assert await handles[7].cancel() is Cancelled.ENDED
+    assert plain.zcard(PREFIX + "delayed") == 21
+
+
+async def test_a_mark_that_nobody_takes_goes_by_itself(mesh: Mesh, plain: redis.Redis) -> None:
+    @mesh.task
+    async def work() -> None:
+        pass
+
+    assert await work.handle("nobody-knows00000001").cancel() is Cancelled.REQUESTED
+    assert plain.pttl(PREFIX + "cancelled") > 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import msgpack
 import pytest
 import redis
 
@@ -159,3 +162,80 @@ async def test_an_entry_without_a_message_does_not_stop_the_worker(mesh: Mesh, p
         assert await (await fine.submit()).result(timeout=5) == 1
         await wait_until(mesh.dead_letters)
         await wait_until(lambda: plain.xlen(PREFIX + "tasks:normal") == 0)
+
+
+async def test_all_parked_messages_are_released_however_many_lie_before_them(
+    make_mesh: MakeMesh, plain: redis.Redis
+) -> None:
+    mesh = make_mesh()
+
+    @mesh.task
+    async def known(n: int) -> int:
+        return n
+
+    async with mesh:
+        handles = await known.submit_many(range(1500))
+        messages = [fields[b"message"] for _, fields in plain.xrange(PREFIX + "tasks:normal")]
+        plain.delete(PREFIX + "tasks:normal")
+        pipe = plain.pipeline()
+        rows = [("gone", b"\x011" + b"x" * 20 + b"\x92\xa4gone\x90")] * 10_500
+        rows += [("known", message) for message in messages]
+        for task, message in rows:
+            fields = {
+                "message": message,
+                "reason": "no handler",
+                "deliveries": 1,
+                "worker": "w",
+                "outcome": "",
+            }
+            pipe.xadd(PREFIX + "parked", {**fields, "at": 1, "task": task})
+        pipe.execute()
+        async with mesh.worker():
+            assert [await handle.result(timeout=10) for handle in handles] == list(range(1500))
+        assert plain.xlen(PREFIX + "parked") == 10_500
+
+
+async def test_a_failure_that_cannot_be_read_here_does_not_hide_the_letters(
+    mesh: Mesh, plain: redis.Redis
+) -> None:
+    @mesh.task
+    async def work() -> None:
+        raise ValueError(5)
+
+    async with mesh.worker():
+        with pytest.raises(TaskFailed):
+            await (await work.submit()).result(timeout=5)
+        [(entry, fields)] = plain.xrange(PREFIX + "dead")
+        plain.xdel(PREFIX + "dead", entry)
+        foreign = b"\x01Fi" + msgpack.packb(("E", "text", "", (msgpack.ExtType(99, b"?"),)))
+        plain.xadd(PREFIX + "dead", {**fields, b"outcome": foreign})
+        [letter] = await mesh.dead_letters()
+        assert letter.failure is None
+        assert await mesh.requeue(letter)
+
+
+async def test_one_that_failed_while_it_was_cancelled_can_be_put_back(make_mesh: MakeMesh) -> None:
+    here, there = make_mesh(), make_mesh()
+    runs = 0
+
+    async def clumsy() -> int:
+        nonlocal runs
+        runs += 1
+        if runs == 1:
+            try:
+                await asyncio.sleep(30)
+            finally:
+                raise OSError("while tidying up")
+        return runs
+
+    task = here.task(clumsy)
+    there.task(clumsy)
+    async with here, there, here.worker(), there.worker():
+        handle = await task.submit()
+        await wait_until(lambda: runs == 1)
+        await handle.cancel()
+        with pytest.raises(TaskFailed):
+            await handle.result(timeout=5)
+        [letter] = await here.dead_letters()
+        assert await here.requeue(letter)
+        assert await task.handle(letter.message.id if letter.message else "").result(timeout=5) == 2

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 import redis
 
-from taskmesh import Context, Mesh, Retry, TaskExpired, TaskFailed, WorkerSettings
+from taskmesh import ConfigurationError, Context, Mesh, Retry, TaskExpired, TaskFailed, WorkerSettings
 from taskmesh.testing import MovableClock, wait_until
 from tests.conftest import MakeMesh
 
@@ -177,3 +178,60 @@ async def test_a_retry_waits_in_redis_not_in_the_worker(mesh: Mesh, plain: redis
         await fails.submit()
         await wait_until(lambda: plain.zcard("taskmesh:{test:default:0}:delayed") == 1)
         assert plain.xlen("taskmesh:{test:default:0}:tasks:normal") == 0
+
+
+async def test_every_try_gets_the_arguments_as_they_were_submitted(mesh: Mesh) -> None:
+    seen: list[int] = []
+
+    @mesh.task(retry=Retry(attempts=2, delay=0.0))
+    async def greedy(items: Any) -> None:
+        seen.append(len(items))
+        items.append(object())  # nothing that could travel
+        raise OSError("not yet")
+
+    async with mesh.worker():
+        with pytest.raises(TaskFailed, match="not yet"):
+            await (await greedy.submit([0])).result(timeout=5)
+    assert seen == [1, 1]
+
+
+async def test_an_error_whose_text_is_not_utf8_arrives(mesh: Mesh) -> None:
+    @mesh.task
+    async def read() -> None:
+        raise ValueError("no file \udcff")
+
+    async with mesh.worker():
+        with pytest.raises(TaskFailed, match=r"no file \\udcff"):
+            await (await read.submit()).result(timeout=5)
+
+
+@pytest.mark.parametrize("delay", [float("inf"), float("nan"), "5"])
+async def test_a_delay_that_is_none_fails_the_task(mesh: Mesh, delay: Any) -> None:
+    @mesh.task(retry=Retry(attempts=2, on=()))
+    async def later(ctx: Context) -> None:
+        ctx.retry(delay)
+
+    async with mesh.worker():
+        with pytest.raises(TaskFailed, match=r"delay is|not supported"):
+            await (await later.submit()).result(timeout=5)
+
+
+def test_a_message_needs_one_delivery(make_mesh: MakeMesh) -> None:
+    with pytest.raises(ConfigurationError, match="max_deliveries"):
+        make_mesh().task(max_deliveries=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"retry": 3}, r"retry is 3; write retry=Retry\(attempts=3\)"),
+        ({"priority": "high"}, "write priority=Priority.HIGH"),
+        ({"batch": 64}, r"write batch=Batch\(max_rows=64\)"),
+        ({"raises": KeyError}, "write a tuple of exception types"),
+    ],
+)
+def test_options_of_another_type_are_refused_where_the_task_is_declared(
+    mesh: Mesh, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        mesh.task(**options)

@@ -181,3 +181,23 @@ async def test_no_server_says_so(free_server: RedisServer) -> None:
     with pytest.raises(BrokerUnavailable, match="no answer"):
         async with mesh:
             pass
+
+
+async def test_whoever_stops_it_again_waits_for_the_drain(mesh: Mesh) -> None:
+    started = asyncio.Event()
+    finished = False
+
+    @mesh.task
+    async def work() -> None:
+        nonlocal finished
+        started.set()
+        await asyncio.sleep(0.5)
+        finished = True
+
+    async with mesh.worker() as worker:
+        await work.submit()
+        await started.wait()
+        stopping = asyncio.create_task(worker.stop())
+        await asyncio.sleep(0)
+    assert finished
+    await stopping

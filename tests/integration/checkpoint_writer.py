@@ -43,7 +43,7 @@ async def main(url: str) -> None:
     caller = await connect(url)
     store = VersionStore(caller, caller, KEYS)
     token = await Lease(caller, KEYS, LEASE_TTL).acquire()
-    await store.sweep()
+    await store.sweep(token)
     current = await store.current()
     version = 0 if current is None else current.version
     print("leads", flush=True)

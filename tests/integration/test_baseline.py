@@ -8,7 +8,9 @@ from taskmesh.testing import wait_until
 from tests.conftest import MakeMesh
 
 
-async def test_round_trips_leave_keys_and_memory_where_they_were(make_mesh: MakeMesh, plain: redis.Redis) -> None:
+async def test_round_trips_leave_keys_and_memory_where_they_were(
+    make_mesh: MakeMesh, plain: redis.Redis
+) -> None:
     mesh = make_mesh(result_ttl=0.5)
 
     @mesh.task

@@ -141,7 +141,7 @@ async def test_a_master_that_was_replaced_can_write_nothing(
         await store.write(3, token, {"parameters": b"late"}, kept=True)
     assert await store.current() == manifest
     # Its chunks are gone too: the refused master removes them, the successor what the refused one could not.
-    await store.sweep()
+    await store.sweep(successor)
     assert set(plain.keys("*chunk*")) == set(manifest.keys(KEYS))
     assert (await save(store, successor, 2)).token == successor
 
@@ -150,6 +150,31 @@ async def test_a_commit_whose_reply_was_lost_may_be_made_again(store: VersionSto
     manifest = await save(store, token, 1)
     await store.commit(Commit(manifest, [], b"entry 1"), token)
     assert await store.ledger(10) == [b"entry 1"]
+
+
+async def test_a_commit_whose_reply_was_lost_is_not_undone_when_another_leads_by_then(
+    store: VersionStore, caller: Caller, clock: MovableClock, token: int
+) -> None:
+    """The first try was done; the second is refused. The successor goes on from that version: it must stay whole."""
+    manifest = await save(store, token, 1)
+    clock.advance(TTL + 1)
+    await Lease(caller, KEYS, TTL).acquire()
+    with pytest.raises(LeadershipLost):
+        await store.commit(Commit(manifest, [], b"entry 1"), token)
+    assert b"".join(await store.load(manifest.parts["parameters"])) == content(1)
+
+
+async def test_a_master_that_was_replaced_does_not_sweep_what_its_successor_writes(
+    store: VersionStore, caller: Caller, clock: MovableClock, token: int
+) -> None:
+    """Stopped between a commit and its sweep, it goes on while the successor's chunks are not committed yet."""
+    await save(store, token, 1)
+    clock.advance(TTL + 1)
+    successor = await Lease(caller, KEYS, TTL).acquire()
+    written = await store.write(2, successor, {"parameters": content(2), "state": b""}, kept=True)
+    await store.sweep(token)
+    await store.commit(Commit(Manifest(2, 1, 2, 2, successor, True, "layout", written)), successor)
+    assert b"".join(await store.load(written["parameters"])) == content(2)
 
 
 async def test_tokens_rise_with_each_leadership(caller: Caller, clock: MovableClock) -> None:
@@ -220,7 +245,7 @@ async def test_a_master_killed_at_any_point_of_a_save_leaves_a_whole_version(
             assert manifest.version >= last
             assert b"".join(parts["parameters"]) == content(manifest.version)
             last = manifest.version
-    await store.sweep()
+    await store.sweep(2**31)
     wanted = {key for manifest in await store.kept() for key in manifest.keys(KEYS)}
     assert last > 0
     assert set(plain.keys("*chunk*")) == wanted

@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 import redis
 
-from taskmesh import BoundCall, BrokerFull, Context, Mesh, TaskFailed, WorkerSettings
-from taskmesh.broker.scripts import FETCH, SETTLE, SUBMIT
+from taskmesh import BoundCall, BrokerFull, Context, Mesh, Priority, TaskFailed, WorkerSettings
+from taskmesh.broker.scripts import CLAIM, FETCH, SETTLE, SUBMIT
+from taskmesh.messages import Status
 from taskmesh.testing import Point, Proxy, RedisServer, wait_until
 from taskmesh.testing.faults import VARIABLE
 from tests.conftest import MakeMesh, settings_for_tests
@@ -425,6 +426,106 @@ async def test_a_lost_reply_in_a_worker_loses_and_doubles_nothing(
         assert here.client.repeats == 0
         assert len(await here.dead_letters()) == 50
     assert ran == Counter(range(500))
+
+
+async def test_entries_whose_claim_was_not_heard_of_are_found_again(
+    proxy: Proxy, make_mesh: MakeMesh
+) -> None:
+    here, there = make_mesh(liveness_ttl=TTL), make_mesh(url=proxy.url, liveness_ttl=TTL)
+    ran: Counter[int] = Counter()
+
+    async def work(n: int) -> None:
+        ran[n] += 1
+        if there_has_it:
+            return
+        await asyncio.sleep(30)
+
+    there_has_it = False
+    task = here.task(work)
+    there.task(work)
+    async with here, there:
+        async with here.worker() as worker:
+            handles = await task.submit_many(range(10))
+            await wait_until(lambda: len(ran) == 10)
+            proxy.cut_reply_after(CLAIM.sha)
+            there_has_it = True
+            async with there.worker():
+                await worker.stop(timeout=0.0)
+                await asyncio.gather(*(handle.result(timeout=10) for handle in handles))
+        assert proxy.cuts == 1
+    assert ran == Counter(dict.fromkeys(range(10), 2))
+
+
+async def test_what_one_lane_gave_is_not_lost_when_another_is_gone(
+    make_mesh: MakeMesh, plain: redis.Redis
+) -> None:
+    mesh = make_mesh(name="faults")
+    release = asyncio.Event()
+    started: list[int] = []
+
+    @mesh.task(priority=Priority.HIGH)
+    async def work(n: int) -> int:
+        started.append(n)
+        await release.wait()
+        return n
+
+    async with mesh.worker(WorkerSettings(concurrency=16)):
+        first = await work.submit_many(range(16))
+        await wait_until(lambda: len(started) == 16)
+        later = await work.submit_many(range(16, 18))
+        plain.delete(PREFIX + "tasks:normal")
+        release.set()
+        assert [await handle.result(timeout=10) for handle in [*first, *later]] == list(range(18))
+
+
+ONE_AT_A_TIME = """
+import asyncio
+from taskmesh import Mesh, WorkerSettings
+
+mesh = Mesh("test")
+
+@mesh.task
+async def work(n: int) -> int:
+    await asyncio.sleep(0.2 if n < 0 else 0.001)
+    return n
+
+async def main():
+    async with mesh.worker(WorkerSettings(concurrency=1, fetch_ahead=0.0)):
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_cancels_that_came_in_a_flood_are_all_heard(make_mesh: MakeMesh, redis_url: str) -> None:
+    here = make_mesh()
+
+    @here.task
+    async def work(n: int) -> int:
+        return n
+
+    environment = {**os.environ, "TASKMESH_URL": redis_url}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", ONE_AT_A_TIME, env=environment, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        await process.stdout.readline()
+        async with here:
+            await work.submit(-1)
+            handles = await work.submit_many(range(3000))
+            await asyncio.sleep(0.05)
+            process.send_signal(signal.SIGSTOP)
+            # By their ids: where they wait is not known, so their workers have to be told.
+            await asyncio.gather(*(work.handle(handle.id).cancel() for handle in handles))
+            process.send_signal(signal.SIGCONT)
+            outcomes = await asyncio.gather(*(handle.outcome(timeout=20) for handle in handles))
+    finally:
+        process.kill()
+        await process.wait()
+    statuses = Counter(outcome.status for outcome in outcomes)
+    assert statuses[Status.CANCELLED] > 2800, statuses  # but what ran meanwhile
 
 
 async def test_connections_cut_again_and_again_lose_nothing(proxy: Proxy, make_mesh: MakeMesh) -> None:

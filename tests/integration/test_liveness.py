@@ -92,6 +92,58 @@ async def test_a_handler_that_blocks_the_loop_keeps_its_lease(
     assert runs == 0
 
 
+SLOW = """
+import asyncio, time
+from taskmesh import Mesh, WorkerSettings
+
+mesh = Mesh("test")
+
+@mesh.task(timeout=0.1)
+async def quick() -> None: ...
+
+@mesh.task
+async def slow() -> str:
+    await asyncio.sleep(0.5)
+    time.sleep(1.5)
+    return "in its own time"
+
+async def main():
+    async with mesh.worker(WorkerSettings(loop_grace=0.3)):
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_the_limit_of_a_handler_that_has_ended_holds_for_no_other(
+    make_mesh: MakeMesh, redis_url: str
+) -> None:
+    mesh = make_mesh(liveness_ttl=TTL)
+
+    @mesh.task
+    async def quick() -> None: ...
+
+    @mesh.task
+    async def slow() -> str:
+        return "elsewhere"
+
+    process = start(SLOW, redis_url)
+    try:
+        assert process.stdout is not None
+        await asyncio.to_thread(process.stdout.readline)
+        async with mesh:
+            handle = await slow.submit()
+            await asyncio.sleep(0.1)
+            await (await quick.submit()).result(timeout=5)
+            assert await handle.result(timeout=5) == "in its own time"
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
 WEDGED = """
 import asyncio, time
 from taskmesh import Context, Mesh, WorkerSettings

@@ -77,6 +77,19 @@ async def test_what_workers_hold(mesh: Mesh) -> None:
         assert seen.queues[0].oldest_age is not None
 
 
+async def test_suspects_wait_too(mesh: Mesh, plain: redis.Redis) -> None:
+    task = mesh.task(noop)
+    async with mesh.worker():
+        pass
+    await task.submit(1)
+    lane = f"taskmesh:{{{mesh.name}:default:0}}:tasks:normal"
+    plain.xgroup_create(lane, "workers", "0", mkstream=True)
+    plain.xreadgroup("workers", "suspects", {lane: ">"})
+    (queue,) = (await snapshot(mesh)).queues
+    assert (queue.waiting, queue.pending) == (1, 0)
+    assert queue.oldest_age is not None
+
+
 async def test_a_worker_that_died_is_shown_as_lost(mesh: Mesh, plain: redis.Redis) -> None:
     mesh.task(noop)
     plain.zadd("taskmesh:{test:default:0}:workers", {"gone": 1000})

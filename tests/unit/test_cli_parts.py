@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from importlib.metadata import version
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from taskmesh import ConfigurationError
 from taskmesh.cli.console import duration, table
-from taskmesh.cli.main import demo
+from taskmesh.cli.main import app, demo
 from taskmesh.cli.supervisor import LONGEST_PAUSE, pause_before_restart
 
 
@@ -56,3 +58,13 @@ def test_the_demo_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(typer.Exit) as ended:
         demo(as_json=True)
     assert ended.value.exit_code == 3
+
+
+def test_the_version_is_the_package_s() -> None:
+    ended = CliRunner().invoke(app, ["--version"])
+    assert (ended.exit_code, ended.stdout) == (0, f"{version('taskmesh')}\n")
+
+
+def test_no_line_of_the_help_is_cut_short() -> None:
+    for arguments in (["--help"], ["dead", "--help"]):
+        assert "..." not in CliRunner().invoke(app, arguments).stdout.partition("Commands:")[2]

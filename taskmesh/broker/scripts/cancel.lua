@@ -22,11 +22,16 @@ if string.find(place, '-', 1, true) then
     end
   end
 elseif place ~= '' then
-  for _, message in ipairs(redis.call('ZRANGE', KEYS[4], place, place, 'BYSCORE')) do
-    if string.sub(message, 3, 22) == id then
-      redis.call('ZREM', KEYS[4], message)
-      found = true
-    end
+  -- Any number may be due in the same ms. Equal scores lie in the order of their bytes: the message's head, put
+  -- there for a moment, shows where it is.
+  local head = '\1' .. (tonumber(ARGV[4]) - 1) .. id
+  redis.call('ZADD', KEYS[4], place, head)
+  local rank = redis.call('ZRANK', KEYS[4], head)
+  redis.call('ZREM', KEYS[4], head)
+  local message = redis.call('ZRANGE', KEYS[4], rank, rank)[1]
+  if message and string.sub(message, 1, 22) == head then
+    redis.call('ZREM', KEYS[4], message)
+    found = true
   end
 end
 if found then
@@ -40,6 +45,7 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000) + tonumber(ARGV[1])
 redis.call('ZREMRANGEBYSCORE', KEYS[5], '-inf', string.format('%.0f', now - tonumber(ARGV[8])))
 redis.call('ZADD', KEYS[5], string.format('%.0f', now), id)
+redis.call('PEXPIRE', KEYS[5], ARGV[8])
 redis.call('XADD', KEYS[6], 'MAXLEN', '~', '1000', '*', 'cancel', id)
 redis.call('PEXPIRE', KEYS[6], 86400000)
 return 'requested'

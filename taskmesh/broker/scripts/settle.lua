@@ -11,7 +11,7 @@
 --         D                                         done; no record
 --         S  outcome, ttl ms, reply                 succeeded; reply is the number of a reply stream, 0 for none
 --         C  outcome, ttl ms, reply                 cancelled or expired
---         F  outcome, ttl ms, reply, reason         failed; "" for the reason: not dead-lettered
+--         F  outcome, ttl ms, reply, reason         failed: dead-lettered with its reason
 --         R  message, delay ms                      to be tried again
 --         U  message, delay ms, task                unknown here: passed on where a worker knows it, else parked
 --         G  reason                                 cannot be decoded: dead-lettered as it is
@@ -49,8 +49,9 @@ local function dead_letter(row, id, reason, outcome)
     'deliveries', row[4], 'worker', worker, 'outcome', outcome, 'at', string.format('%.0f', now))
 end
 
+local table_of
 local function known_elsewhere(task)
-  local table_of = redis.call('HGETALL', KEYS[6])
+  table_of = table_of or redis.call('HGETALL', KEYS[6])
   for i = 1, #table_of, 2 do
     if table_of[i] ~= worker and string.find(table_of[i + 1], '\n' .. task .. '\n', 1, true) then return true end
   end
@@ -86,7 +87,7 @@ for i = 1, count do
         push[#push + 1] = outcome
       end
       if kind == 'C' then uncancel[#uncancel + 1] = string.sub(key, -20) end
-      if kind == 'F' and ARGV[at + 5] ~= '' then dead_letter(row, id, ARGV[at + 5], outcome) end
+      if kind == 'F' then dead_letter(row, id, ARGV[at + 5], outcome) end
     elseif kind == 'R' then
       redis.call('ZADD', KEYS[3], string.format('%.0f', now + tonumber(ARGV[at + 3])), ARGV[at + 2])
     elseif kind == 'U' then

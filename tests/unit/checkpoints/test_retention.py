@@ -33,6 +33,13 @@ def test_the_newest_stay() -> None:
     assert Every(steps=10, keep=9).retained(kept) == {10, 20, 30, 40}
 
 
+def test_copies_that_rollbacks_made_do_not_take_the_place_of_others() -> None:
+    """They share their chunks: were these damaged, nothing would be left."""
+    ten, twenty, thirty = (version(number) for number in (10, 20, 30))
+    copies = [version(number, parts=thirty.parts) for number in (31, 32)]
+    assert Every(steps=10, keep=2).retained([ten, twenty, thirty, *copies]) == {20, 30, 31, 32}
+
+
 def test_milestones_stay_by_their_step() -> None:
     kept = [
         version(0),
