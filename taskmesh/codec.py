@@ -179,8 +179,6 @@ def encode_message(message: Message) -> bytes:
         extras["expires_at_ms"] = message.expires_at_ms
     if message.blob_chunks:
         extras["blob_chunks"] = message.blob_chunks
-    if message.hops:
-        extras["hops"] = message.hops
     if message.result_ttl_ms >= 0:
         extras["result_ttl_ms"] = message.result_ttl_ms
     return encode_call(message.id, message.priority, message.task, message.args, message.kwargs, extras)
@@ -219,7 +217,7 @@ def decode_message(data: bytes) -> Message:
     return Message(message_id, body[0], tuple(body[1]), kwargs, lane, **known)
 
 
-_EXTRAS = ("attempt", "expires_at_ms", "blob_chunks", "hops", "result_ttl_ms")
+_EXTRAS = ("attempt", "expires_at_ms", "blob_chunks", "result_ttl_ms")
 
 
 def encode_outcome(outcome: Outcome) -> bytes:

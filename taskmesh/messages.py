@@ -39,7 +39,6 @@ class Message(msgspec.Struct, frozen=True, gc=False):
         attempt: 1 for the first; a retry raises it.
         expires_at_ms: Redis time after which it is dropped unless it has started; 0 is never.
         blob_chunks: the arguments lie in so many blob chunks; 0 when they are inline.
-        hops: how often a worker that does not know the task passed it on.
         result_ttl_ms: how long its result is kept; -1 as the task says, 0 not at all.
     """
 
@@ -51,7 +50,6 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     attempt: int = 1
     expires_at_ms: int = 0
     blob_chunks: int = 0
-    hops: int = 0
     result_ttl_ms: int = -1
 
 

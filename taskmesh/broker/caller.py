@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 from taskmesh.broker.connect import Server
@@ -14,12 +14,13 @@ from taskmesh.clock import Clock
 from taskmesh.errors import BrokerError, BrokerUnavailable
 
 FIRST_PAUSE = 0.02
+_random = Random()  # not the module's: handlers may have seeded that one, and count on it
 LONGEST_PAUSE = 1.0
 
 
 def pause_before(attempt: int) -> float:
     """Seconds before the next try: exponential, with full jitter; ``attempt`` counts from 0."""
-    return random.uniform(0.5, 1.0) * min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**attempt)
+    return _random.uniform(0.5, 1.0) * min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**attempt)
 
 
 class Caller:

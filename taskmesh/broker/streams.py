@@ -191,6 +191,7 @@ class Partition:
             keys.parked,
             keys.known,
             keys.cancelled,
+            keys.control,
         )
         head = (GROUP, worker, number, len(batch), len(results), len(replies), len(blob_counts) // 2, slot)
         return self.caller.prepare(

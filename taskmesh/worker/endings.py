@@ -28,7 +28,6 @@ from taskmesh.worker.outcome import failure_of, judge
 from taskmesh.worker.settle import Settler
 
 log = logging.getLogger("taskmesh.worker")
-HOP_DELAYS_MS = (50, 100, 200, 500, 1000, 2000, 5000)
 _SUCCEEDED = Status.SUCCEEDED.value
 
 
@@ -132,12 +131,10 @@ class Endings:
         )
 
     def unknown(self, source: Source, entry: Entry, order: int, message: Message) -> None:
-        """No such task here: passed on, or parked."""
-        hops = min(message.hops, len(HOP_DELAYS_MS) - 1)
-        passed_on = encode_message(msgspec.structs.replace(message, hops=message.hops + 1))
+        """No such task here: given to a worker that knows it, or parked."""
         self._settlers[source].add(
             entry.lane,
-            Settlement(entry.id, "U", order, arguments=(passed_on, HOP_DELAYS_MS[hops], message.task)),
+            Settlement(entry.id, "U", order, arguments=(message.task,)),
             Ending(message.task, Status.UNKNOWN.value, 0.0),
         )
 

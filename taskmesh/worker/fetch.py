@@ -57,6 +57,7 @@ class Fetcher:
         self._link = source.partition.caller.server.dedicated(source.keys.tag)
         self._stopping = False
         self._adopt_now = False
+        self._nudge: asyncio.Task[None] | None = None
         self._client: tuple[int, int] | None = None  # the connection's generation and its id at the server
         self._turn = 0
 
@@ -156,12 +157,13 @@ class Fetcher:
             raise
         now_ms = int(seconds) * 1000 + int(micros) // 1000 + self._partition.caller.clock.offset_ms
         fresh = [entry for entry in entries if entry.id not in self._source.held[entry.lane]]
-        log.info("queue %s: adopted %d deliveries after an error", self._source.queue, len(fresh))
+        log.info("queue %s: adopted %d deliveries", self._source.queue, len(fresh))
         self._host.take_in(self._source, fresh, now_ms)
 
     def adopt(self) -> None:
-        """Before the next fetch, take in what the server holds for this worker and the worker has let go of."""
+        """Soon, take in what the server holds for this worker and the worker does not know of."""
         self._adopt_now = True
+        self._nudge = asyncio.create_task(self.unblock(), name="taskmesh nudge")
 
     def stop(self) -> None:
         """End after the fetch under way; ``unblock`` hastens it."""

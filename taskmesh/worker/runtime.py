@@ -259,6 +259,8 @@ class Worker:
                 self._upkeeps[source].poke_promoter()
             elif kind == b"returned":
                 self._upkeeps[source].poke_observer()
+            elif kind == b"given" and value == self.worker:
+                self.adopt(source)
 
     def cancel(self, source: Source, message_ids: Sequence[str]) -> None:
         """Someone wants these messages cancelled."""
@@ -267,6 +269,7 @@ class Worker:
     def adopt(self, source: Source) -> None:
         """The server may hold entries for this worker that it does not know of."""
         self._fetchers[source].adopt()
+        self._room.set()
 
     async def rejoin(self, source: Source) -> None:
         """The stream or the lease is gone: enter the queue again."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Sequence
+from random import Random
 from typing import Protocol
 
 from taskmesh.broker.caller import pause_before
@@ -18,6 +18,7 @@ from taskmesh.messages import Entry
 from taskmesh.worker.deliveries import Source
 
 log = logging.getLogger("taskmesh.worker")
+_random = Random()  # not the module's: handlers may have seeded that one, and count on it
 MAX_CLAIM = 500
 MAX_PROMOTE = 500
 LONGEST_NAP = 1.0
@@ -52,7 +53,7 @@ class Upkeep:
         self._observers = observers
         self._interval = min(0.2, ttl / 10)
         self._ttl = ttl
-        self._sweep_at = time.monotonic() + ttl * random.random()
+        self._sweep_at = time.monotonic() + ttl * _random.random()
         self._witness = Witness(ttl)
         self._look_now = asyncio.Event()
         self._promote_now = asyncio.Event()
@@ -72,7 +73,7 @@ class Upkeep:
     async def watch(self) -> None:
         """Look for dead workers and take their entries over, as far as there is room."""
         while True:
-            await _nap(self._look_now, self._interval * random.uniform(0.8, 1.0))
+            await _nap(self._look_now, self._interval * _random.uniform(0.8, 1.0))
             try:
                 if time.monotonic() >= self._sweep_at:
                     self._sweep_at = time.monotonic() + self._ttl

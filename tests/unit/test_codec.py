@@ -53,7 +53,6 @@ messages = st.builds(
     attempt=st.integers(1, 100),
     expires_at_ms=counts,
     blob_chunks=counts,
-    hops=counts,
     result_ttl_ms=st.integers(-1, 2**40),
 )
 failures = st.builds(

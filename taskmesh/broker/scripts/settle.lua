@@ -3,7 +3,7 @@
 -- the way leaves them pending. A success counts from whoever comes first, anything else only from the owner.
 --
 -- KEYS  1 task stream   2 the worker's settle numbers   3 delayed set   4 dead letters   5 parked   6 known tasks
---       7 cancelled set
+--       7 cancelled set   8 control stream
 --       then a result key for each entry with an outcome, the reply streams, and the blob chunks to unlink
 -- ARGV  1 clock offset in ms   2 group   3 worker   4 settle number   5 entries   6 result keys
 --       7 reply streams   8 entries with blobs   9 slot of the settle number: one for each call under way
@@ -13,7 +13,7 @@
 --         C  outcome, ttl ms, reply                 cancelled or expired
 --         F  outcome, ttl ms, reply, reason         failed: dead-lettered with its reason
 --         R  message, delay ms                      to be tried again
---         U  message, delay ms, task                unknown here: passed on where a worker knows it, else parked
+--         U  task                                   unknown here: given to a worker that knows it, else parked
 --         G  reason                                 cannot be decoded: dead-lettered as it is
 --       then pairs for the blobs: which entry, how many chunks
 -- Returns the numbers of the entries whose claim was lost; {-1} when this settle number was done before.
@@ -23,7 +23,7 @@ if redis.call('HGET', KEYS[2], ARGV[9]) == ARGV[4] then return {-1} end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000) + tonumber(ARGV[1])
 local count, results, replies = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
-local width = {D = 2, S = 5, C = 5, F = 6, R = 4, U = 5, G = 3}
+local width = {D = 2, S = 5, C = 5, F = 6, R = 4, U = 3, G = 3}
 
 -- One look at the span of the batch; what it does not show is looked at singly.
 local cursor, entries = 10, {}
@@ -49,17 +49,22 @@ local function dead_letter(row, id, reason, outcome)
     'deliveries', row[4], 'worker', worker, 'outcome', outcome, 'at', string.format('%.0f', now))
 end
 
-local table_of
-local function known_elsewhere(task)
-  table_of = table_of or redis.call('HGETALL', KEYS[6])
-  for i = 1, #table_of, 2 do
-    if table_of[i] ~= worker and string.find(table_of[i + 1], '\n' .. task .. '\n', 1, true) then return true end
+-- A worker on the list that knows a task; the entry's time picks one of several.
+local known
+local function who_knows(task, id)
+  known = known or redis.call('HGETALL', KEYS[6])
+  local able = {}
+  for i = 1, #known, 2 do
+    if known[i] ~= worker and string.find(known[i + 1], '\n' .. task .. '\n', 1, true) then
+      able[#able + 1] = known[i]
+    end
   end
-  return false
+  local ms, sequence = string.match(id, '^(%d+)-(%d+)$')
+  return able[(tonumber(ms) + tonumber(sequence)) % math.max(1, #able) + 1]
 end
 
-local ended, dropped, pushes, uncancel = {}, {}, {}, {}
-local result = 7
+local ended, dropped, pushes, uncancel, takers = {}, {}, {}, {}, {}
+local result = 8
 for i = 1, count do
   local at = entries[i]
   local id, kind = ARGV[at], ARGV[at + 1]
@@ -72,6 +77,11 @@ for i = 1, count do
   end
   if not mine then
     dropped[#dropped + 1] = i
+  elseif kind == 'U' and who_knows(ARGV[at + 2], id) then
+    -- Its owner gives it away: it stays pending, and the delivery counts as the taker's.
+    local taker = who_knows(ARGV[at + 2], id)
+    redis.call('XCLAIM', stream, group, taker, 0, id, 'RETRYCOUNT', row[4], 'JUSTID')
+    takers[taker] = true
   else
     ended[#ended + 1] = id
     if key then
@@ -80,7 +90,7 @@ for i = 1, count do
       if reply > 0 then
         local push = pushes[reply]
         if not push then
-          push = {KEYS[7 + results + reply], 'NOMKSTREAM', 'MAXLEN', '~', '100000', '*'}
+          push = {KEYS[8 + results + reply], 'NOMKSTREAM', 'MAXLEN', '~', '100000', '*'}
           pushes[reply] = push
         end
         push[#push + 1] = string.sub(key, -20)
@@ -91,11 +101,10 @@ for i = 1, count do
     elseif kind == 'R' then
       redis.call('ZADD', KEYS[3], string.format('%.0f', now + tonumber(ARGV[at + 3])), ARGV[at + 2])
     elseif kind == 'U' then
-      if known_elsewhere(ARGV[at + 4]) then
-        redis.call('ZADD', KEYS[3], string.format('%.0f', now + tonumber(ARGV[at + 3])), ARGV[at + 2])
-      else
-        redis.call('XADD', KEYS[5], '*', 'message', ARGV[at + 2], 'reason', 'no handler', 'deliveries', row[4],
-          'worker', worker, 'outcome', '', 'at', string.format('%.0f', now), 'task', ARGV[at + 4])
+      local entry = redis.call('XRANGE', stream, id, id)[1]
+      if entry then
+        redis.call('XADD', KEYS[5], '*', 'message', entry[2][2], 'reason', 'no handler', 'deliveries', row[4],
+          'worker', worker, 'outcome', '', 'at', string.format('%.0f', now), 'task', ARGV[at + 2])
       end
     elseif kind == 'G' then
       dead_letter(row, id, ARGV[at + 2], '')
@@ -103,11 +112,15 @@ for i = 1, count do
   end
 end
 for _, push in pairs(pushes) do redis.call('XADD', unpack(push)) end
+for taker in pairs(takers) do
+  redis.call('XADD', KEYS[8], 'MAXLEN', '~', '1000', '*', 'given', taker)
+  redis.call('PEXPIRE', KEYS[8], 86400000)
+end
 if #uncancel > 0 then redis.call('ZREM', KEYS[7], unpack(uncancel)) end
 
 local is_dropped = {}
 for _, i in ipairs(dropped) do is_dropped[i] = true end
-local blob = 7 + results + replies
+local blob = 8 + results + replies
 for i = 1, tonumber(ARGV[8]) do
   local entry, chunks = tonumber(ARGV[cursor]), tonumber(ARGV[cursor + 1])
   cursor = cursor + 2
