@@ -181,7 +181,6 @@ CASES: dict[str, Message | Outcome] = {
         3,
         1_700_000_000_000,
         2,
-        1,
         60_000,
     ),
     "low, no arguments": Message("c" * 12 + "ffffffff", "tick", priority=Priority.LOW),
