@@ -234,6 +234,12 @@ class Mesh:
         """
         local_names = sys._getframe(1).f_locals
         name = options.pop("name", None)
+        known = [field.name for field in dataclasses.fields(TaskOptions)]
+        for option in options:
+            if option not in known:
+                raise ConfigurationError(
+                    f"a task has no option {option!r}; there are: name, {', '.join(known)}"
+                )
         if function:
             return self.add_task(function[0], name, TaskOptions(), local_names)
         decorator = _Decorator(self, name, TaskOptions(**options), local_names)

@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypedDict, Typ
 from taskmesh.app.client import Client
 from taskmesh.broker import blobs
 from taskmesh.codec import encode_call, pack_value
-from taskmesh.errors import InvalidArguments, PayloadTooLarge
+from taskmesh.errors import ConfigurationError, InvalidArguments, PayloadTooLarge
 from taskmesh.messages import Priority
 from taskmesh.results.collector import Collector
 from taskmesh.results.handle import Handle, Handles
@@ -69,7 +69,8 @@ class Task(Generic[P, R]):
         """Run the handler in this process, outside any worker."""
         function, signature = self.definition.function, self.definition.signature
         if self.definition.options.batch is not None:
-            args = ([args[0]],)  # type: ignore[assignment]
+            args = ([*args, *kwargs.values()],)  # type: ignore[assignment]
+            kwargs = {}  # type: ignore[assignment]
         context = Context("local", self.name, self._options.queue, 1, 1, "local")
         placed, named = signature.place(args, kwargs, context)
         if self.definition.is_async:
@@ -83,7 +84,17 @@ class Task(Generic[P, R]):
         return value  # type: ignore[no-any-return]
 
     def options(self, **changes: Unpack[Changes]) -> Task[P, R]:
-        """The same task, submitted with other options."""
+        """The same task, submitted with other options.
+
+        Raises:
+            ConfigurationError: there is no such option, or its value cannot work.
+        """
+        for option in changes:
+            if option not in Changes.__annotations__:
+                changeable = ", ".join(Changes.__annotations__)
+                raise ConfigurationError(
+                    f"{option!r} cannot be changed for a submission; these can: {changeable}"
+                )
         return Task(self.definition, self._connection, dataclasses.replace(self._options, **changes))
 
     def bind(self, *args: P.args, **kwargs: P.kwargs) -> BoundCall:

@@ -32,6 +32,7 @@ def run_demo(json: bool = False) -> int:
     screen = Screen(to_stderr=json)
     try:
         with screen, Workers(folder, environment) as workers:
+            screen.say("Starting local servers, a master and its workers ...")
             from taskmesh.demo.story import Story  # its Mesh reads the environment that was set above
 
             report = asyncio.run(Story(screen, workers).tell())

@@ -38,7 +38,6 @@ class Story:
     async def tell(self) -> Report:
         started = time.monotonic()
         say = self._screen.say
-        say(f"Starting local servers, a master and {WORKERS} workers ...")
         doomed, *_ = [self._workers.start() for _ in range(WORKERS)]
         app.mesh.observers.add(self._books)
         async with app.mesh:

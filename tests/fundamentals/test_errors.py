@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from taskmesh import Mesh, PayloadTooLarge, TaskFailed
+from taskmesh import ConfigurationError, Mesh, PayloadTooLarge, TaskFailed
 from taskmesh.messages import Status
 from tests.conftest import MakeMesh
 
@@ -128,3 +128,15 @@ async def test_the_observer_of_a_failing_observer_is_not_disturbed(mesh: Mesh) -
 
     async with mesh.worker():
         assert await (await one.submit()).result(timeout=5) == 1
+
+
+async def test_options_that_do_not_exist_are_named_beside_those_that_do(make_mesh: MakeMesh) -> None:
+    mesh = make_mesh()
+    with pytest.raises(ConfigurationError, match=r"no option 'queu'; there are: name, queue"):
+        mesh.task(queu="mail")  # type: ignore[call-overload]
+
+    @mesh.task
+    async def send() -> None: ...
+
+    with pytest.raises(ConfigurationError, match=r"'priorty' cannot be changed .* priority"):
+        send.options(priorty=1)  # type: ignore[call-arg]
