@@ -217,6 +217,17 @@ def decode_message(data: bytes) -> Message:
     return Message(message_id, body[0], tuple(body[1]), kwargs, lane, **known)
 
 
+def peek_task(data: bytes) -> str | None:
+    """The task's name in a message whose values need not be readable here; None where there is no such thing."""
+    if data[:2] not in _LANES:
+        return None
+    try:
+        body = msgpack.unpackb(data[HEAD_BYTES:], strict_map_key=False)
+    except Exception:
+        return None
+    return body[0] if type(body) is list and body and type(body[0]) is str else None
+
+
 _EXTRAS = ("attempt", "expires_at_ms", "blob_chunks", "result_ttl_ms")
 
 

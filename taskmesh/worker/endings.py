@@ -21,7 +21,7 @@ from taskmesh.codec import (
 from taskmesh.errors import BrokerError, PayloadTooLarge
 from taskmesh.events import Ending
 from taskmesh.keys import reply_producer
-from taskmesh.messages import Entry, Message, Outcome, Status
+from taskmesh.messages import Entry, Outcome, Status
 from taskmesh.settings import MeshSettings
 from taskmesh.worker.deliveries import Delivery, Source
 from taskmesh.worker.outcome import failure_of, judge
@@ -130,12 +130,12 @@ class Endings:
             Ending("", Status.UNDECODABLE.value, 0.0),
         )
 
-    def unknown(self, source: Source, entry: Entry, order: int, message: Message) -> None:
+    def unknown(self, source: Source, entry: Entry, order: int, task: str) -> None:
         """No such task here: given to a worker that knows it, or parked."""
         self._settlers[source].add(
             entry.lane,
-            Settlement(entry.id, "U", order, arguments=(message.task,)),
-            Ending(message.task, Status.UNKNOWN.value, 0.0),
+            Settlement(entry.id, "U", order, arguments=(task,)),
+            Ending(task, Status.UNKNOWN.value, 0.0),
         )
 
     def _with_outcome(

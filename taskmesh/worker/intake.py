@@ -69,11 +69,16 @@ class Intake:
             try:
                 message = codec.decode_message(data)
             except DecodeError as error:
-                self._endings.refused(source, entry, order, str(error))
+                name = codec.peek_task(data)
+                if name is not None and self._get_task(name) is None:
+                    # Values of types that this process lacks, for a task that is not its business either.
+                    self._endings.unknown(source, entry, order, name)
+                else:
+                    self._endings.refused(source, entry, order, str(error))
                 continue
             task = self._get_task(message.task)
             if task is None:
-                self._endings.unknown(source, entry, order, message)
+                self._endings.unknown(source, entry, order, message.task)
                 continue
             delivery = Delivery(
                 source, entry.lane, entry.id, data, message, task, entry.deliveries, order, now

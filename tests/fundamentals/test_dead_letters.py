@@ -9,6 +9,8 @@ import pytest
 import redis
 
 from taskmesh import DecodeError, Mesh, ResultTimeout, TaskFailed
+from taskmesh.codec import encode_call
+from taskmesh.messages import Priority
 from taskmesh.testing import KeyLeaks, wait_until
 from tests.conftest import MakeMesh
 
@@ -239,3 +241,20 @@ async def test_one_that_failed_while_it_was_cancelled_can_be_put_back(make_mesh:
         [letter] = await here.dead_letters()
         assert await here.requeue(letter)
         assert await task.handle(letter.message.id if letter.message else "").result(timeout=5) == 2
+
+
+async def test_values_of_a_foreign_type_do_not_condemn_a_task_that_is_others_business(
+    mesh: Mesh, plain: redis.Redis
+) -> None:
+    @mesh.task
+    async def fine(value: object) -> int:
+        return 1
+
+    foreign = msgpack.ExtType(99, b"?")
+    for number, task in enumerate(("elsewhere", "fine")):
+        data = encode_call(f"{'f' * 12}{number:08x}", Priority.NORMAL, task, (foreign,), {}, {})
+        plain.xadd(PREFIX + "tasks:normal", {"message": data})
+    async with mesh.worker():
+        await wait_until(lambda: plain.xlen(PREFIX + "tasks:normal") == 0)
+        reasons = {letter.reason.partition(":")[0] for letter in await mesh.dead_letters()}
+    assert reasons == {"no handler", "undecodable"}
