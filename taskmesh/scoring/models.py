@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
-from taskmesh.broker.caller import Caller
+from taskmesh.app.mesh import Mesh
 from taskmesh.checkpoints.manifest import Manifest
 from taskmesh.checkpoints.store import VersionStore
 from taskmesh.errors import CheckpointError, ConfigurationError
@@ -28,22 +28,6 @@ class Run(Protocol):
 
     @property
     def model(self) -> Callable[[], nn.Module]: ...
-
-
-class Connection(Protocol):
-    @property
-    def caller(self) -> Caller: ...
-
-    @property
-    def bulk(self) -> Caller: ...
-
-
-class ConnectedMesh(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def client(self) -> Connection: ...
 
 
 class LoadedModel(NamedTuple):
@@ -70,7 +54,7 @@ class RunModel:
         self._looked = 0.0
         self._loading = asyncio.Lock()
 
-    async def get(self, mesh: ConnectedMesh) -> LoadedModel:
+    async def get(self, mesh: Mesh) -> LoadedModel:
         """The model, loaded.
 
         Raises:
@@ -88,7 +72,7 @@ class RunModel:
                 log.warning("the model of run %s stays at version %d: %s", self.run, loaded.version, error)
         return loaded
 
-    async def refresh(self, mesh: ConnectedMesh, version: int | None = None) -> LoadedModel:
+    async def refresh(self, mesh: Mesh, version: int | None = None) -> LoadedModel:
         """Take another version: the one named, or the newest.
 
         Raises:
@@ -102,7 +86,7 @@ class RunModel:
                 self._wanted = before
                 raise
 
-    async def _load(self, mesh: ConnectedMesh) -> LoadedModel:
+    async def _load(self, mesh: Mesh) -> LoadedModel:
         client = mesh.client
         store = VersionStore(client.caller, client.bulk, RunKeys(mesh.name, self.run))
         if self._loaded is not None and (await store.find(self._wanted)).version == self._loaded.version:

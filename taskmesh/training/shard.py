@@ -12,14 +12,14 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from taskmesh.app.mesh import Mesh
 from taskmesh.broker import chunks
-from taskmesh.broker.caller import Caller
 from taskmesh.checkpoints.manifest import Part, digest_of
 from taskmesh.checkpoints.store import VersionStore
 from taskmesh.errors import CheckpointError, TrainingError
@@ -88,21 +88,6 @@ class ShardResult:
     digests: tuple[bytes, ...] = ()
 
 
-class Connection(Protocol):
-    """A Mesh's client, as far as a worker needs it here."""
-
-    @property
-    def caller(self) -> Caller: ...
-
-    @property
-    def bulk(self) -> Caller: ...
-
-
-class ConnectedMesh(Protocol):
-    @property
-    def client(self) -> Connection: ...
-
-
 class Recipe(NamedTuple):
     """What every process of a run has alike, because it imports the same module.
 
@@ -136,7 +121,7 @@ class _Computed(NamedTuple):
 class Replica:
     """A process's copy of the model, and the handlers that use it."""
 
-    def __init__(self, mesh: ConnectedMesh, keys: RunKeys, recipe: Recipe) -> None:
+    def __init__(self, mesh: Mesh, keys: RunKeys, recipe: Recipe) -> None:
         self._mesh = mesh
         self._keys = keys
         self._recipe = recipe

@@ -70,6 +70,7 @@ for i = 1, count do
   local id, kind = ARGV[at], ARGV[at + 1]
   local row = holds(id)
   local mine = row and (kind == 'S' or kind == 'D' or row[2] == worker)
+  local taker = mine and kind == 'U' and who_knows(ARGV[at + 2], id)
   local key
   if kind == 'S' or kind == 'C' or kind == 'F' then
     result = result + 1
@@ -77,9 +78,8 @@ for i = 1, count do
   end
   if not mine then
     dropped[#dropped + 1] = i
-  elseif kind == 'U' and who_knows(ARGV[at + 2], id) then
+  elseif taker then
     -- Its owner gives it away: it stays pending, and the delivery counts as the taker's.
-    local taker = who_knows(ARGV[at + 2], id)
     redis.call('XCLAIM', stream, group, taker, 0, id, 'RETRYCOUNT', row[4], 'JUSTID')
     takers[taker] = true
   else
