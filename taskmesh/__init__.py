@@ -14,6 +14,7 @@ from taskmesh.errors import (
     EmbeddedServerError,
     InvalidArguments,
     LeadershipLost,
+    NotConfirmed,
     PayloadTooLarge,
     QueueFull,
     ResultError,
@@ -31,7 +32,7 @@ from taskmesh.errors import (
 from taskmesh.messages import DeadLetter, Priority
 from taskmesh.results.collector import as_completed
 from taskmesh.results.handle import Handle, Handles
-from taskmesh.settings import MeshSettings, QueueOptions, WorkerSettings
+from taskmesh.settings import Durability, MeshSettings, QueueOptions, WorkerSettings
 from taskmesh.tasks import Batch, Call, Context, Next, Retry
 from taskmesh.worker.runtime import Worker
 
@@ -51,6 +52,7 @@ __all__ = [
     "Context",
     "DeadLetter",
     "DecodeError",
+    "Durability",
     "EmbeddedServerError",
     "Handle",
     "Handles",
@@ -59,6 +61,7 @@ __all__ = [
     "Mesh",
     "MeshSettings",
     "Next",
+    "NotConfirmed",
     "PayloadTooLarge",
     "Priority",
     "QueueFull",

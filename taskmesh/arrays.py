@@ -16,6 +16,7 @@ The head is shared with ``taskmesh.tensors``. All lengths are checked before any
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +32,8 @@ _FORMAT = 1
 _FIXED = struct.Struct("<BcBB")
 _ARRAY, _SCALAR = b"a", b"s"
 _KINDS = "biufcmM"  # bool, integers, floats, complex, times: kinds whose bytes are their value
+# What ``dtype.str`` writes for these kinds. numpy's own parser takes whole expressions.
+_DTYPE = re.compile(rf"[<>|=]?([{_KINDS}]\d{{1,2}}|\?)(\[\d{{0,9}}[A-Za-z]{{1,7}}\])?")
 
 
 def pack_head(kind: bytes, dtype: str, shape: Sequence[int]) -> bytes:
@@ -96,14 +99,17 @@ def decode(data: bytes) -> np.ndarray[Any, Any] | np.generic:
         DecodeError: the bytes are not an array's.
     """
     kind, name, shape, start = unpack_head(data)
+    if not _DTYPE.fullmatch(name):
+        raise DecodeError(f"dtype {name!r} does not travel as raw bytes")
     try:
         dtype = np.dtype(name)
-    except TypeError:
+    except (TypeError, ValueError):
         raise DecodeError(f"no numpy dtype {name!r}") from None
-    if dtype.kind not in _KINDS:
-        raise DecodeError(f"dtype {name!r} does not travel as raw bytes")
     count = check_length(len(data) - start, shape, dtype.itemsize)
-    array = np.frombuffer(data, dtype, count, start).reshape(shape).copy()
+    try:
+        array = np.frombuffer(data, dtype, count, start).reshape(shape).copy()
+    except (ValueError, OverflowError):  # an empty array of a size that no array can have
+        raise DecodeError(f"no array has the shape {shape}") from None
     return array if kind == _ARRAY else array[()]
 
 

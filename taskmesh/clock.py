@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -18,6 +19,10 @@ class Clock(Protocol):
 
     def monotonic(self) -> float: ...
 
+    def on_jump(self, jumped: Callable[[], object]) -> Callable[[], None]:
+        """Have ``jumped`` called whenever the offset changes; returns how to call it off."""
+        ...
+
 
 class SystemClock:
     """The machine's monotonic clock, and the server's time as it is."""
@@ -26,3 +31,10 @@ class SystemClock:
 
     def monotonic(self) -> float:
         return time.monotonic()
+
+    def on_jump(self, jumped: Callable[[], object]) -> Callable[[], None]:
+        return _nothing
+
+
+def _nothing() -> None:
+    pass

@@ -2,21 +2,25 @@
 
 A message is a fixed head that scripts read without unpacking anything, then msgpack::
 
-    byte 0       wire version (1)
+    byte 0       wire version: 1, or 2 where a signature stands at the end (``taskmesh.signing`` takes it off)
     byte 1       lane: "0" high, "1" normal, "2" low
     bytes 2-21   message id, ASCII
     bytes 22-    msgpack array [task, args, kwargs, extras]; trailing empty members are left out
 
 ``extras`` is a map with the names of ``Message``'s fields, defaults left out. An outcome is::
 
-    byte 0       wire version (1)
+    byte 0       wire version, as above
     byte 1       status: "S" succeeded, "F" failed, "C" cancelled, "X" expired
-    byte 2       "i" the body follows, "b" the body lies in blob chunks whose count follows as msgpack
+    byte 2       "i" the body follows, "b" the body lies in blob chunks: their count follows as msgpack, or
+                 [count, digest of the body] in what is signed
     bytes 3-     msgpack: the value, or [type, message, traceback, args] of a failure
 
 Beside msgpack's own types, values of everyday types travel as msgpack extensions and arrive as themselves.
 Dataclasses and enums travel as maps and values and are rebuilt from the handler's annotations: nothing is
 imported because a message names it.
+
+Whatever the bytes, decoding them raises DecodeError or yields a value, in memory that is a small multiple of theirs:
+lengths that the bytes cannot fill are refused before anything is made for them, and so is what is nested too deeply.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ import datetime
 import decimal
 import enum
 import importlib.metadata
+import re
+import threading
 import uuid
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -37,10 +43,19 @@ from taskmesh.errors import DecodeError
 from taskmesh.messages import Failure, Message, Outcome, Priority, Status
 
 WIRE_VERSION = 1
+SIGNED_VERSION = 2
 HEAD_BYTES = 22
+MAX_BLOB_CHUNKS = 4096  # more than the scripts can unlink in one go is an invention
+MAX_NESTED_EXTENSIONS = 16
+_UNCHECKED_BYTES = 1024
+_MAX_NUMBER = 2**53
+_RUN = re.compile("[0-9a-z]{0,16}")
 _VERSION_BYTE = bytes([WIRE_VERSION])
+_SIGNED_BYTE = bytes([SIGNED_VERSION])
 _HEADS = {lane: _VERSION_BYTE + str(lane.value).encode() for lane in Priority}
 _LANES = {head: lane for lane, head in _HEADS.items()}
+_LANE_BYTES = tuple(str(lane.value).encode() for lane in Priority)
+_MOST_VERSIONS = 31  # what is above begins text
 _STATUS_BYTES = {
     Status.SUCCEEDED: b"S",
     Status.FAILED: b"F",
@@ -115,7 +130,37 @@ def _from_wire(code: int, data: bytes) -> Any:
         if package is None or not _load_optional(package):
             raise DecodeError(f"a value of wire type {code} ({package or 'unknown'}) cannot be read here")
         wire_type = _by_code[code]
-    return wire_type.decode(data)
+    try:
+        return wire_type.decode(data)
+    except DecodeError:
+        raise
+    except Exception as error:
+        # Without the error's text: it may show the value, which may be nobody's business.
+        raise DecodeError(f"a value of wire type {code} is damaged ({type(error).__name__})") from None
+
+
+class _Nesting(threading.local):
+    """How deep this thread is inside extensions that hold values."""
+
+    depth = 0
+
+
+_nesting = _Nesting()
+
+
+class _NestedTooDeeply(DecodeError, ValueError):
+    """On the way in and on the way out."""
+
+
+def _nested(call: Callable[[Any], Any], value: Any) -> Any:
+    """Pack or unpack what an extension holds. Each level has a copy of all below it, so they are few."""
+    if _nesting.depth == MAX_NESTED_EXTENSIONS:
+        raise _NestedTooDeeply(f"sets are nested more than {MAX_NESTED_EXTENSIONS} deep")
+    _nesting.depth += 1
+    try:
+        return call(value)
+    finally:
+        _nesting.depth -= 1
 
 
 def pack_value(value: Any) -> bytes:
@@ -145,11 +190,20 @@ def unpack_value(data: bytes) -> Any:
         DecodeError: the bytes are not one.
     """
     try:
+        if len(data) > _UNCHECKED_BYTES:
+            _check_lengths(data)
         return msgpack.unpackb(data, ext_hook=_from_wire, strict_map_key=False)
     except DecodeError:
         raise
+    except (RecursionError, msgpack.StackError):
+        raise DecodeError("a value is nested too deeply") from None
     except Exception as error:
         raise DecodeError(f"not a value: {str(error) or type(error).__name__}") from error
+
+
+# msgpack makes a list of the length that its head claims before it sees the members. Claims within claims let a
+# message of some kilobytes take gigabytes; a few bytes cannot do harm. msgspec's skipping allocates nothing.
+_check_lengths: Callable[[bytes], object] = msgspec.msgpack.Decoder(msgspec.Raw).decode
 
 
 def encode_call(
@@ -181,6 +235,11 @@ def encode_message(message: Message) -> bytes:
         extras["blob_chunks"] = message.blob_chunks
     if message.result_ttl_ms >= 0:
         extras["result_ttl_ms"] = message.result_ttl_ms
+    if message.blob_digest:
+        extras["blob_digest"] = message.blob_digest
+    if message.misfits:
+        extras["misfits"] = message.misfits
+        extras["unfit"] = message.unfit
     return encode_call(message.id, message.priority, message.task, message.args, message.kwargs, extras)
 
 
@@ -192,11 +251,7 @@ def decode_message(data: bytes) -> Message:
     """
     lane = _LANES.get(data[:2])
     if lane is None or len(data) < HEAD_BYTES:
-        if data[:1] != _VERSION_BYTE:
-            raise DecodeError(
-                f"wire version {data[0] if data else 'missing'}; this side reads {WIRE_VERSION}"
-            )
-        raise DecodeError("the head of the message is damaged")
+        raise DecodeError(_version_trouble(data, "message") or "the head of the message is damaged")
     body = unpack_value(data[HEAD_BYTES:])
     if type(body) is not list or len(body) < 2 or type(body[0]) is not str or type(body[1]) is not list:
         raise DecodeError("the body of the message is damaged")
@@ -209,12 +264,43 @@ def decode_message(data: bytes) -> Message:
     kwargs, extras = body[2], body[3] if len(body) > 3 else {}
     if type(kwargs) is not dict or type(extras) is not dict:
         raise DecodeError("the body of the message is damaged")
-    known = {name: extras[name] for name in _EXTRAS if name in extras}
-    if not all(type(value) is int for value in known.values()) or not all(
-        type(name) is str for name in kwargs
-    ):
+    if not all(type(name) is str for name in kwargs):
         raise DecodeError("the body of the message has members of the wrong type")
-    return Message(message_id, body[0], tuple(body[1]), kwargs, lane, **known)
+    return Message(message_id, body[0], tuple(body[1]), kwargs, lane, **_read_extras(extras))
+
+
+def _version_trouble(data: bytes, kind: str) -> str | None:
+    """What to say of a version that is not read here; None when it is another trouble."""
+    if data[:1] == _VERSION_BYTE:
+        return None
+    if data[:1] == _SIGNED_BYTE:
+        return f"the {kind} is signed, and this Mesh has no keys to check it with (MeshSettings.signing_keys)"
+    return f"wire version {data[0] if data else 'missing'}; this side reads {WIRE_VERSION}"
+
+
+def _read_extras(extras: dict[Any, Any]) -> dict[str, Any]:
+    """The members that are known here, each within its bounds: the server must be able to act on them."""
+    known: dict[str, Any] = {}
+    for name, (least, most) in _EXTRAS.items():
+        value = extras.get(name)
+        if value is None:
+            continue
+        if type(value) is not int or not least <= value <= most:
+            raise DecodeError(f"the message's {name} is damaged")
+        known[name] = value
+    digest = extras.get("blob_digest")
+    if digest is not None:
+        if type(digest) is not bytes:
+            raise DecodeError("the message's blob_digest is damaged")
+        known["blob_digest"] = digest
+    return known
+
+
+def version_of(data: bytes) -> int | None:
+    """The wire version of what has the head of a message, one that is not known here included; None of other bytes."""
+    if len(data) < HEAD_BYTES or not 0 < data[0] <= _MOST_VERSIONS or data[1:2] not in _LANE_BYTES:
+        return None
+    return data[0] if data[2:HEAD_BYTES].isalnum() else None
 
 
 def peek_task(data: bytes) -> str | None:
@@ -222,13 +308,23 @@ def peek_task(data: bytes) -> str | None:
     if data[:2] not in _LANES:
         return None
     try:
-        body = msgpack.unpackb(data[HEAD_BYTES:], strict_map_key=False)
+        body = data[HEAD_BYTES:]
+        if len(body) > _UNCHECKED_BYTES:
+            _check_lengths(body)
+        body = msgpack.unpackb(body, strict_map_key=False)
     except Exception:
         return None
     return body[0] if type(body) is list and body and type(body[0]) is str else None
 
 
-_EXTRAS = ("attempt", "expires_at_ms", "blob_chunks", "result_ttl_ms")
+_EXTRAS = {
+    "attempt": (1, _MAX_NUMBER),
+    "expires_at_ms": (0, _MAX_NUMBER),
+    "blob_chunks": (0, MAX_BLOB_CHUNKS),
+    "result_ttl_ms": (-1, _MAX_NUMBER),
+    "misfits": (0, _MAX_NUMBER),
+    "unfit": (0, 2**32 - 1),
+}
 
 
 def encode_outcome(outcome: Outcome) -> bytes:
@@ -249,19 +345,41 @@ def encode_success(value: Any) -> bytes:
     return b"\x01Si" + pack_value(value)
 
 
-def encode_blob_outcome(status: Status, chunks: int) -> bytes:
-    """An outcome whose body lies in so many blob chunks."""
-    return _VERSION_BYTE + _STATUS_BYTES[status] + b"b" + pack_value(chunks)
+class BlobClaim(NamedTuple):
+    """Where the body of an outcome lies.
+
+    Attributes:
+        chunks: in so many blob chunks; 0 when it is inline.
+        digest: the body's, in what is signed.
+        run: names the run that wrote it: what another run writes later, and nobody counts, lies elsewhere.
+    """
+
+    chunks: int
+    digest: bytes = b""
+    run: str = ""
 
 
-def blob_chunks_of(data: bytes) -> int:
-    """In how many blob chunks the body of an outcome lies; 0 when it is inline."""
+def encode_blob_outcome(status: Status, claim: BlobClaim) -> bytes:
+    """An outcome whose body lies in blob chunks."""
+    return _VERSION_BYTE + _STATUS_BYTES[status] + b"b" + pack_value(tuple(claim))
+
+
+def blob_of(data: bytes) -> BlobClaim:
+    """Where the body of an outcome lies.
+
+    Raises:
+        DecodeError: the bytes do not say.
+    """
     if data[2:3] != b"b":
-        return 0
-    chunks = unpack_value(data[3:])
-    if type(chunks) is not int or chunks < 1:
+        return BlobClaim(0)
+    told = unpack_value(data[3:])
+    parts = told if type(told) is list else [told]
+    if not 1 <= len(parts) <= 3 or [type(part) for part in parts] != [int, bytes, str][: len(parts)]:
         raise DecodeError("the outcome's count of blob chunks is damaged")
-    return chunks
+    claim = BlobClaim(*parts)
+    if not 1 <= claim.chunks <= MAX_BLOB_CHUNKS or not _RUN.fullmatch(claim.run):
+        raise DecodeError("the outcome's count of blob chunks is damaged")
+    return claim
 
 
 def decode_outcome(data: bytes, body: bytes | None = None) -> Outcome:
@@ -272,15 +390,15 @@ def decode_outcome(data: bytes, body: bytes | None = None) -> Outcome:
     """
     status = _STATUSES.get(data[1:2])
     if data[:1] != _VERSION_BYTE or status is None:
-        raise DecodeError("not an outcome of a version known here")
+        raise DecodeError(_version_trouble(data, "outcome") or "the head of the outcome is damaged")
     content = unpack_value(data[3:] if body is None else body)
     if status is not Status.FAILED:
         return Outcome(status, content)
-    try:
+    if type(content) is list and len(content) == 4:
         kind, message, traceback, args = content
-        return Outcome(status, failure=Failure(kind, message, traceback, tuple(args)))
-    except (TypeError, ValueError) as error:
-        raise DecodeError(f"the outcome's failure is damaged: {error}") from error
+        if type(kind) is type(message) is type(traceback) is str and type(args) is list:
+            return Outcome(status, failure=Failure(kind, message, traceback, tuple(args)))
+    raise DecodeError("the outcome's failure is damaged")
 
 
 def _register_everyday_types() -> None:
@@ -293,25 +411,24 @@ def _register_everyday_types() -> None:
     text(2, datetime.date, lambda v: v.isoformat(), datetime.date.fromisoformat)
     text(3, datetime.time, lambda v: v.isoformat(), datetime.time.fromisoformat)
     text(6, decimal.Decimal, str, decimal.Decimal)
-    register(
-        WireType(
-            4,
-            datetime.timedelta,
-            lambda v: pack_value((v.days, v.seconds, v.microseconds)),
-            lambda data: datetime.timedelta(*unpack_value(data)),
+
+    def inner(code: int, cls: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
+        register(
+            WireType(
+                code,
+                cls,
+                lambda value: _nested(pack_value, encode(value)),
+                lambda data: decode(_nested(unpack_value, data)),
+            )
         )
+
+    inner(
+        4, datetime.timedelta, lambda v: (v.days, v.seconds, v.microseconds), lambda v: datetime.timedelta(*v)
     )
     register(WireType(5, uuid.UUID, lambda v: v.bytes, lambda data: uuid.UUID(bytes=data)))
-    register(WireType(7, set, lambda v: pack_value(list(v)), lambda d: set(unpack_value(d))))
-    register(WireType(8, frozenset, lambda v: pack_value(list(v)), lambda d: frozenset(unpack_value(d))))
-    register(
-        WireType(
-            9,
-            complex,
-            lambda v: pack_value((v.real, v.imag)),
-            lambda data: complex(*unpack_value(data)),
-        )
-    )
+    inner(7, set, list, set)
+    inner(8, frozenset, list, frozenset)
+    inner(9, complex, lambda v: (v.real, v.imag), lambda v: complex(*v))
 
 
 _register_everyday_types()

@@ -7,6 +7,7 @@ TaskmeshError
 │   ├── BrokerRefused           the server answers and says no (password, ACL, a command it lacks)
 │   ├── ServerTooOld            the server lacks what taskmesh needs (Redis 7.0, Valkey 8)
 │   ├── BrokerFull              the server is at its memory limit; nothing was accepted
+│   ├── NotConfirmed            accepted and going to run, but not confirmed as Durability asks
 │   └── EmbeddedServerError     the local server could not be found or started
 ├── SubmitError                 nothing was submitted
 │   ├── UnknownTask             no task of that name in this Mesh
@@ -26,6 +27,8 @@ TaskmeshError
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class TaskmeshError(Exception):
@@ -56,6 +59,20 @@ class BrokerFull(BrokerError):
     """The server is at its memory limit and refused new work; nothing of the call was accepted."""
 
 
+class NotConfirmed(BrokerError):
+    """The primary has accepted the messages, and they run; what ``Durability`` asks for did not come in time.
+
+    Attributes:
+        submitted: the Handle, or the Handles of ``submit_many`` so far (what comes after them is not submitted).
+        places: where the server put the messages.
+    """
+
+    def __init__(self, message: str, places: list[str | None] | None = None) -> None:
+        super().__init__(message)
+        self.submitted: Any = None
+        self.places = places or []
+
+
 class EmbeddedServerError(BrokerError):
     """The local server could not be found, started or reached."""
 
@@ -81,7 +98,7 @@ class QueueFull(SubmitError):
 
 
 class DecodeError(TaskmeshError):
-    """Bytes that are not a message, or of a version that is not known here."""
+    """Bytes that are no message or outcome, of a version that is not known here, or not signed as they must be."""
 
 
 class ResultError(TaskmeshError):

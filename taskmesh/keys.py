@@ -14,7 +14,10 @@ from taskmesh.messages import Priority
 
 GROUP = b"workers"
 RETURNED = b"returned"  # the consumer that holds what was handed back, for anybody to take
-SUSPECTS = b"suspects"  # the consumer that holds what two workers died with, for one at a time to take
+SUSPECTS = (
+    b"suspects"  # the consumer that holds what two workers died with, until there is room to run it apart
+)
+ID_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
 
 
@@ -29,6 +32,11 @@ def check_name(kind: str, name: str) -> str:
             f"{kind} name {name!r}: use 1 to 100 letters, digits, '_', '.' or '-' (it becomes part of Redis keys)"
         )
     return name
+
+
+def is_name(name: str) -> bool:
+    """Whether ``check_name`` would take it."""
+    return _NAME.fullmatch(name) is not None
 
 
 class PartitionKeys:
@@ -76,7 +84,7 @@ class PartitionKeys:
         return self.prefix + b"replies:" + producer.encode()
 
     def blob(self, message_id: str, kind: str, chunk: int) -> bytes:
-        """``kind`` is "args" or "result"."""
+        """``kind`` is "args" or "result-" and the name of a run."""
         return self.prefix + f"blob:{message_id}:{kind}:{chunk}".encode()
 
 
@@ -109,6 +117,28 @@ class RunKeys:
 def tag_of(key: bytes) -> bytes:
     """The hash tag of a key that was built here."""
     return key[key.index(b"{") + 1 : key.index(b"}")]
+
+
+def check_id(message_id: str) -> str:
+    """Return ``message_id`` if a submission can have made it.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    if len(message_id) != 20 or not set(message_id) <= set(ID_DIGITS):
+        raise ConfigurationError(f"{message_id!r} is no task's id: they have 20 letters and digits")
+    return message_id
+
+
+def partition_digits(partition: int) -> str:
+    """A partition's number as it stands in message ids: two digits in base 62."""
+    high, low = divmod(partition, len(ID_DIGITS))
+    return ID_DIGITS[high] + ID_DIGITS[low]
+
+
+def partition_of(message_id: str) -> int:
+    """The number of the partition that a message was put in."""
+    return ID_DIGITS.index(message_id[12]) * len(ID_DIGITS) + ID_DIGITS.index(message_id[13])
 
 
 def reply_producer(message_id: str) -> str:

@@ -40,6 +40,9 @@ class Message(msgspec.Struct, frozen=True, gc=False):
         expires_at_ms: Redis time after which it is dropped unless it has started; 0 is never.
         blob_chunks: the arguments lie in so many blob chunks; 0 when they are inline.
         result_ttl_ms: how long its result is kept; -1 as the task says, 0 not at all.
+        blob_digest: of the arguments that travel as a blob, in a signed message; else empty.
+        misfits: how often its arguments did not fit a worker's handler.
+        unfit: the fingerprint of the last such handler's signature.
     """
 
     id: str
@@ -51,6 +54,13 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     expires_at_ms: int = 0
     blob_chunks: int = 0
     result_ttl_ms: int = -1
+    blob_digest: bytes = b""
+    misfits: int = 0
+    unfit: int = 0
+
+    def __repr__(self) -> str:
+        """Without the arguments: this may be printed anywhere."""
+        return f"<Message {self.id} of task {self.task!r}, attempt {self.attempt}>"
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
@@ -60,6 +70,9 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     id: bytes
     message: bytes | None
     deliveries: int
+
+    def __repr__(self) -> str:
+        return f"<Entry {self.id.decode()}>"
 
 
 class Failure(msgspec.Struct, frozen=True, gc=False):
@@ -88,6 +101,7 @@ class DeadLetter(msgspec.Struct, frozen=True):
         message: None when its bytes cannot be decoded.
         raw: the bytes as they were found.
         at_ms: Redis time of the ending.
+        partition: the part of the queue that it lies in.
     """
 
     entry: str
@@ -99,3 +113,8 @@ class DeadLetter(msgspec.Struct, frozen=True):
     worker: str
     failure: Failure | None
     at_ms: int
+    partition: int = 0
+
+    def __repr__(self) -> str:
+        """Without the arguments and the bytes."""
+        return f"<DeadLetter {self.entry} on queue {self.queue!r}: {self.reason}, {self.message}>"

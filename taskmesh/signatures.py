@@ -6,17 +6,22 @@ are held by ``isinstance``; a parameter without annotation takes what comes.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
 import typing
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
 from typing import Any
 
 import msgspec
+from msgspec.inspect import type_info
 
 from taskmesh.errors import ConfigurationError, InvalidArguments
 
 _SIMPLE = (int, str, float, bool, bytes)
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def _rebuild(wanted: Any, value: Any) -> Any:
@@ -70,6 +75,14 @@ def resolve_hints(function: Callable[..., Any], local_names: Mapping[str, Any]) 
         raise ConfigurationError(f"handler {name}: an annotation cannot be resolved: {error}") from None
 
 
+def _description(wanted: Any) -> str:
+    """A type in words, with what its fields are."""
+    try:
+        return repr(type_info(wanted))
+    except Exception:  # a type of the user's that msgspec cannot look into
+        return repr(wanted)
+
+
 def _without_exceptions(wanted: Any) -> Any:
     """What a row's result is, where a batch handler may return an exception in its place."""
     kept = [m for m in _members(wanted) if not (isinstance(m, type) and issubclass(m, BaseException))]
@@ -109,6 +122,7 @@ class Signature:
             parameters = [self._item_of(parameters)]
             self.returns = _without_exceptions(self._member(self.returns))
         self._signature = inspect.Signature(parameters)
+        self._secret: frozenset[str] = frozenset()
         self._types = {parameter.name: parameter.annotation for parameter in parameters}
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._is_plain = len(positional) == len(parameters)
@@ -122,6 +136,20 @@ class Signature:
             n: tuple(types[:n]) for n in counts if all(any(t is s for s in _SIMPLE) for t in types[:n])
         }
 
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """32 bits, never 0, that differ where another version of the program would take other arguments."""
+        described = [
+            (
+                name,
+                parameter.kind.name,
+                parameter.default is parameter.empty,
+                _description(parameter.annotation),
+            )
+            for name, parameter in self._signature.parameters.items()
+        ]
+        return zlib.crc32(_ADDRESS.sub("", repr(described)).encode()) or 1
+
     def _item_of(self, parameters: list[inspect.Parameter]) -> inspect.Parameter:
         if len(parameters) != 1:
             raise ConfigurationError(
@@ -134,6 +162,27 @@ class Signature:
         if isinstance(origin, type) and issubclass(origin, Sequence):
             return typing.get_args(wanted)[0]
         return Any
+
+    def keep_secret(self, names: Sequence[str]) -> None:
+        """Say nothing of the values of these parameters, not even when they do not fit.
+
+        Raises:
+            ConfigurationError: the handler has no such parameter.
+        """
+        for name in names:
+            if name not in self._types:
+                known = ", ".join(self._types) or "none"
+                raise ConfigurationError(
+                    f"task {self._task!r}: sensitive names {name!r}, which is no parameter (there are: {known})"
+                )
+        self._secret = frozenset(names)
+
+    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The arguments of a call by parameter; None when they do not fit."""
+        try:
+            return dict(self._signature.bind(*args, **kwargs).arguments)
+        except TypeError:
+            return None
 
     def _fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the call is plainly right as it stands: each argument exactly of its annotated simple type."""
@@ -194,4 +243,5 @@ class Signature:
         try:
             return convert(value, wanted)
         except (ValueError, TypeError) as error:
-            raise InvalidArguments(f"task {self._task!r}: argument {name!r}: {error}") from None
+            why = "its value does not fit the annotation" if name in self._secret else error
+            raise InvalidArguments(f"task {self._task!r}: argument {name!r}: {why}") from None

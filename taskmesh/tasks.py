@@ -5,17 +5,19 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from taskmesh.errors import ConfigurationError, TaskmeshError, UnknownTask
 from taskmesh.keys import check_name
 from taskmesh.messages import Priority
+from taskmesh.settings import Durability, MeshSettings
 from taskmesh.signatures import Signature
 
 DEFAULT_QUEUE = "default"
 MAX_DELIVERIES = 3
+REDACTED = "***"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,12 @@ class TaskOptions:
         result_ttl: how long its results are kept; 0 keeps none, None takes the Mesh's.
         batch: gathers submissions; the handler then takes and returns lists.
         raises: exception types that ``result()`` raises as themselves.
-        max_deliveries: a message whose workers died so often is dead-lettered.
+        max_deliveries: a message that so many workers, or processes, died with is dead-lettered.
+        sensitive: parameters whose values are shown nowhere: not in failures and their tracebacks, nor in logs or by
+            the command line.
+        durability: what a submit waits for; None takes the Mesh's.
+        process: True runs the handler in a process of its own. False never does; None only when two workers died with
+            the message, so that a third death takes no worker along (if a process can import the handler).
     """
 
     queue: str = DEFAULT_QUEUE
@@ -94,6 +101,9 @@ class TaskOptions:
     batch: Batch | None = None
     raises: tuple[type[Exception], ...] = ()
     max_deliveries: int = MAX_DELIVERIES
+    sensitive: tuple[str, ...] = ()
+    durability: Durability | None = None
+    process: bool | None = None
 
     def __post_init__(self) -> None:
         check_name("queue", self.queue)
@@ -115,8 +125,16 @@ class TaskOptions:
             raise ConfigurationError(f"priority is {self.priority!r}; write priority=Priority.HIGH")
         if not (self.batch is None or isinstance(self.batch, Batch)):
             raise ConfigurationError(f"batch is {self.batch!r}; write batch=Batch(max_rows=64)")
+        if not (self.durability is None or isinstance(self.durability, Durability)):
+            raise ConfigurationError(
+                f"durability is {self.durability!r}; write durability=Durability(replicas=1)"
+            )
+        if self.process and self.batch is not None:
+            raise ConfigurationError("process=True with a batch: a process runs one message at a time")
         if not isinstance(self.raises, tuple):
             raise ConfigurationError(f"raises is {self.raises!r}; write a tuple of exception types")
+        if not isinstance(self.sensitive, tuple):
+            raise ConfigurationError(f"sensitive is {self.sensitive!r}; write a tuple of parameter names")
 
 
 class RetryLater(TaskmeshError):
@@ -168,8 +186,22 @@ class Context:
         raise RetryLater(delay)
 
 
+class Home(Protocol):
+    """The Mesh that a task belongs to, as a process that runs the handler needs it."""
+
+    name: str
+    settings: MeshSettings
+    middleware: list[Middleware]
+
+    async def __aenter__(self) -> object: ...
+
+
 class TaskDefinition:
-    """A registered task: the handler with all that the engine needs to know of it."""
+    """A registered task: the handler with all that the engine needs to know of it.
+
+    Attributes:
+        home: the Mesh that it is registered with.
+    """
 
     def __init__(
         self,
@@ -189,10 +221,26 @@ class TaskDefinition:
                 f"task {name!r}: a handler returns its result; generators are not supported"
             )
         self.signature = Signature(function, name, Context, local_names, options.batch is not None)
+        self.signature.keep_secret(options.sensitive)
         self.raises = {type_name(kind): kind for kind in options.raises}
+        self.home: Home | None = None
 
     def __repr__(self) -> str:
         return f"<task {self.name!r} on queue {self.options.queue!r}>"
+
+    def shown(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The arguments of a call by parameter, the sensitive ones redacted; None when they do not fit the handler."""
+        named = self.signature.named(args, kwargs)
+        if named is None:
+            return None
+        return {name: REDACTED if name in self.options.sensitive else value for name, value in named.items()}
+
+    def sensitive_values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The values of the sensitive parameters; all of them when which is which cannot be told."""
+        named = self.signature.named(args, kwargs)
+        if named is None:
+            return [*args, *kwargs.values()]
+        return [named[name] for name in self.options.sensitive if name in named]
 
 
 def type_name(kind: type) -> str:

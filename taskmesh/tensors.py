@@ -94,7 +94,10 @@ def decode(data: bytes) -> Tensor:
     if dtype is None:
         raise DecodeError(f"no tensor dtype {name!r} is known here")
     if not check_length(len(data) - start, shape, dtype.itemsize):
-        return torch.empty(shape, dtype=dtype)
+        try:
+            return torch.empty(shape, dtype=dtype)
+        except (RuntimeError, TypeError, OverflowError):  # of a size that no tensor can have
+            raise DecodeError(f"no tensor has the shape {shape}") from None
     return torch.frombuffer(bytearray(memoryview(data)[start:]), dtype=dtype).reshape(shape)
 
 

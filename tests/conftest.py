@@ -1,31 +1,30 @@
-"""Real servers for every test: a private one for the whole session, emptied before each test."""
+"""Real servers for every test: the fixtures of the pytest plugin that users have, under shorter names."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import redis
 
-from taskmesh import Mesh, MeshSettings
+from taskmesh import Mesh
 from taskmesh.testing import RedisServer
+from taskmesh.testing.meshes import LIVENESS_TTL, MakeMesh
+from taskmesh.testing.meshes import settings_for as settings_for_tests
 
-LIVENESS_TTL = 1.0
+__all__ = ["LIVENESS_TTL", "MakeMesh", "settings_for_tests"]
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[RedisServer]:
+def server(taskmesh_server: RedisServer) -> RedisServer:
     """One Redis for the session."""
-    with RedisServer() as running:
-        yield running
+    return taskmesh_server
 
 
 @pytest.fixture
-def redis_url(server: RedisServer) -> str:
+def redis_url(taskmesh_url: str) -> str:
     """The session's server, emptied."""
-    server.command("FLUSHALL")
-    return server.url
+    return taskmesh_url
 
 
 @pytest.fixture
@@ -35,23 +34,10 @@ def plain(redis_url: str) -> Iterator[redis.Redis]:
         yield client
 
 
-MakeMesh = Callable[..., Mesh]
-
-
-def settings_for_tests(url: str | None, **changes: Any) -> MeshSettings:
-    return MeshSettings(**{"url": url, "liveness_ttl": LIVENESS_TTL, **changes})
-
-
 @pytest.fixture
-def make_mesh(redis_url: str) -> MakeMesh:
+def make_mesh(taskmesh_mesh: MakeMesh) -> MakeMesh:
     """Makes a Mesh on the session's server. Keywords that are settings go there, the rest to Mesh."""
-
-    def make(name: str = "test", **arguments: Any) -> Mesh:
-        fields = MeshSettings.__dataclass_fields__
-        changes = {key: arguments.pop(key) for key in list(arguments) if key in fields}
-        return Mesh(name, settings=settings_for_tests(changes.pop("url", redis_url), **changes), **arguments)
-
-    return make
+    return taskmesh_mesh
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import yaml
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
-from taskmesh.testing.server import free_port
+from taskmesh.testing.servers import free_port
 
 ROOT = Path(__file__).parents[1]
 NODES = [f"redis-{number}" for number in range(1, 7)]

@@ -73,6 +73,11 @@ def test_the_pages_code_runs(pages: list[str], app: str, tmp_path: Path) -> None
     _run(tmp_path, ["serve.py", app, *scripts])
 
 
+def test_the_tests_of_the_testing_page_pass(tmp_path: Path) -> None:
+    _lay_out(tmp_path, ["docs/testing.md"])
+    _run(tmp_path, ["-m", "pytest", "-q", "-p", "no:cacheprovider"])
+
+
 def test_every_link_between_pages_leads_somewhere() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):

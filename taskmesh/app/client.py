@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from taskmesh.broker.caller import Caller
@@ -15,9 +16,12 @@ from taskmesh.broker.streams import Partition
 from taskmesh.clock import Clock
 from taskmesh.errors import TaskmeshError
 from taskmesh.events import Observers
-from taskmesh.keys import PartitionKeys
+from taskmesh.keys import ID_DIGITS, PartitionKeys, partition_digits
 from taskmesh.results.inbox import Inbox
-from taskmesh.settings import MeshSettings, QueueOptions
+from taskmesh.settings import Durability, MeshSettings, QueueOptions
+from taskmesh.signing import signer_of
+
+_DEFAULTS = QueueOptions()
 
 
 class Client:
@@ -39,14 +43,17 @@ class Client:
         self.caller = caller
         self.bulk = bulk
         self.producer = new_producer()
+        self.signer = signer_of(mesh, settings.signing_keys)
         self._queues = queues
         self._clock = clock
         self._observers = observers
         self._embedded = embedded
-        self._partitions: dict[str, Partition] = {}
-        self._publishers: dict[str, Publisher] = {}
-        self._inboxes: dict[str, Inbox] = {}
-        self._count = 0
+        self._partitions: dict[tuple[str, int], Partition] = {}
+        self._publishers: dict[tuple[str, int, Durability | None], Publisher] = {}
+        self._inboxes: dict[tuple[str, int], Inbox] = {}
+        self._turns: dict[str, Iterator[int]] = {}
+        self._head = self.producer + partition_digits(0)
+        self._counts = map("".join, itertools.product(ID_DIGITS, repeat=6))
         self._time_offset_ms = 0.0
 
     @classmethod
@@ -109,24 +116,46 @@ class Client:
         for share in self._embedded:
             share.release()
 
-    def partition(self, queue: str) -> Partition:
-        partition = self._partitions.get(queue)
+    def options(self, queue: str) -> QueueOptions:
+        return self._queues.get(queue, _DEFAULTS)
+
+    def partitions(self, queue: str) -> list[Partition]:
+        """All partitions of a queue."""
+        return [self.partition(queue, number) for number in range(self.options(queue).partitions)]
+
+    def next_partition(self, queue: str) -> int:
+        """The partition for what is submitted next: each in turn."""
+        turns = self._turns.get(queue)
+        if turns is None:
+            turns = self._turns[queue] = itertools.cycle(range(self.options(queue).partitions))
+        return next(turns)
+
+    def partition(self, queue: str, number: int = 0) -> Partition:
+        partition = self._partitions.get((queue, number))
         if partition is None:
-            partition = self._partitions[queue] = Partition(self.caller, PartitionKeys(self.mesh, queue, 0))
+            keys = PartitionKeys(self.mesh, queue, number)
+            partition = Partition(self.caller, keys, self.signer, self.settings.max_payload_bytes)
+            self._partitions[queue, number] = partition
         return partition
 
-    def publisher(self, queue: str) -> Publisher:
-        publisher = self._publishers.get(queue)
+    def publisher(self, queue: str, number: int = 0, durability: Durability | None = None) -> Publisher:
+        """The way into a partition; None for the durability takes the settings'."""
+        durability = self.settings.durability if durability is None else durability
+        if durability is not None and not durability.asks:
+            durability = None
+        publisher = self._publishers.get((queue, number, durability))
         if publisher is None:
-            options = self._queues.get(queue, QueueOptions())
-            publisher = Publisher(self.partition(queue), self.producer, options, self._observers)
-            self._publishers[queue] = publisher
+            # Each numbers its batches for itself, and so needs a name of its own.
+            producer = self.producer if durability is None else new_producer()
+            partition, options = self.partition(queue, number), self.options(queue)
+            publisher = Publisher(partition, producer, options, self._observers, durability)
+            self._publishers[queue, number, durability] = publisher
         return publisher
 
-    def inbox(self, queue: str) -> Inbox:
-        inbox = self._inboxes.get(queue)
+    def inbox(self, queue: str, number: int = 0) -> Inbox:
+        inbox = self._inboxes.get((queue, number))
         if inbox is None:
-            inbox = self._inboxes[queue] = Inbox(self.partition(queue), self.producer)
+            inbox = self._inboxes[queue, number] = Inbox(self.partition(queue, number), self.producer)
         return inbox
 
     @property
@@ -139,18 +168,19 @@ class Client:
         """Outcomes among them that had come before: of tasks that were settled twice."""
         return sum(inbox.repeats for inbox in self._inboxes.values())
 
-    def new_id(self) -> str:
-        """A message id: the producer's 12 characters and a count."""
-        self._count += 1
-        return f"{self.producer}{self._count:08x}"
+    def new_id(self, partition: int = 0) -> str:
+        """A message id: the producer's 12 characters, two for the partition, and a count of six."""
+        if partition == 0:
+            return self._head + next(self._counts)
+        return f"{self.producer}{partition_digits(partition)}{next(self._counts)}"
 
     def now_ms(self) -> int:
         """Redis time as this client reckons it: read once, carried on by the monotonic clock."""
-        return int(time.monotonic() * 1000 + self._time_offset_ms)
+        return int(time.monotonic() * 1000 + self._time_offset_ms) + self._clock.offset_ms
 
     async def read_time(self) -> None:
         seconds, micros = await self.caller.command(b"time", "TIME")
-        at = int(seconds) * 1000 + int(micros) / 1000 + self._clock.offset_ms
+        at = int(seconds) * 1000 + int(micros) / 1000
         self._time_offset_ms = at - time.monotonic() * 1000
 
 

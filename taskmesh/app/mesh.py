@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 from taskmesh.app.client import Client
 from taskmesh.app.task import Task
@@ -19,7 +20,7 @@ from taskmesh.messages import DeadLetter, Priority
 from taskmesh.monitoring.metrics import CountingObserver
 from taskmesh.monitoring.snapshot import RunReader
 from taskmesh.results.handle import Handle
-from taskmesh.settings import MeshSettings, QueueOptions, WorkerSettings, from_environment
+from taskmesh.settings import Durability, MeshSettings, QueueOptions, WorkerSettings, from_environment
 from taskmesh.tasks import (
     DEFAULT_QUEUE,
     MAX_DELIVERIES,
@@ -166,6 +167,11 @@ class Mesh:
             await client.close()
 
     @property
+    def is_connected(self) -> bool:
+        """Whether somebody has entered it."""
+        return self._client is not None
+
+    @property
     def client(self) -> Client:
         """The connection.
 
@@ -206,6 +212,9 @@ class Mesh:
         result_ttl: float | None = None,
         raises: tuple[type[Exception], ...] = (),
         max_deliveries: int = MAX_DELIVERIES,
+        durability: Durability | None = None,
+        sensitive: tuple[str, ...] = (),
+        process: Literal[False] | None = None,
     ) -> _BatchDecorator: ...
     @overload
     def task(
@@ -220,14 +229,17 @@ class Mesh:
         result_ttl: float | None = None,
         raises: tuple[type[Exception], ...] = (),
         max_deliveries: int = MAX_DELIVERIES,
+        durability: Durability | None = None,
+        sensitive: tuple[str, ...] = (),
+        process: bool | None = None,
     ) -> _Decorator: ...
     def task(self, *function: Callable[..., Any], **options: Any) -> Any:
         """Register a handler: ``@mesh.task`` or ``@mesh.task(queue="mail", retry=Retry(attempts=5))``.
 
         The options are those of ``TaskOptions``. The task's name is the function's own unless given; a first
         parameter annotated ``Context`` receives the run's Context and is no part of the call. Handlers that are
-        not async run in threads. With ``batch`` the handler takes a list and returns one result (or exception)
-        for each item.
+        not async run in threads; those with ``process=True`` in processes. With ``batch`` the handler takes a list
+        and returns one result (or exception) for each item.
 
         Raises:
             ConfigurationError: the name is taken, or an option cannot work.
@@ -255,6 +267,7 @@ class Mesh:
         """Register a handler without the decorator."""
         named = name or str(getattr(function, "__name__", ""))
         definition = TaskDefinition(named, function, options or TaskOptions(), dict(local_names or {}))
+        definition.home = self
         self.registry.add(definition)
         return Task(definition, self)
 
@@ -291,7 +304,7 @@ class Mesh:
         for queue in queues:
             check_name("queue", queue)
         async with self:
-            partitions = [self.client.partition(queue) for queue in queues]
+            partitions = [each for queue in queues for each in self.client.partitions(queue)]
             worker = Worker(
                 partitions, self.registry, self.settings, settings, self.observers, self.middleware
             )
@@ -302,7 +315,11 @@ class Mesh:
 
     async def dead_letters(self, queue: str = DEFAULT_QUEUE, count: int = 100) -> list[DeadLetter]:
         """The oldest dead and parked messages of a queue, with the reason of each."""
-        return await deadletter.dead_letters(self.client.partition(queue), count)
+        found = await asyncio.gather(
+            *(deadletter.dead_letters(each, count) for each in self.client.partitions(queue))
+        )
+        letters = [letter for each in found for letter in each]
+        return letters if len(found) == 1 else sorted(letters, key=lambda letter: letter.at_ms)[:count]
 
     async def requeue(self, letter: DeadLetter) -> bool:
         """Put a dead letter back into its queue, as a first attempt; False when it is no longer there.
@@ -312,9 +329,9 @@ class Mesh:
         """
         client = self.client
         if letter.message is not None:
-            client.inbox(letter.queue).void(letter.message.id)
-        return await deadletter.requeue(client.partition(letter.queue), letter)
+            client.inbox(letter.queue, letter.partition).void(letter.message.id)
+        return await deadletter.requeue(client.partition(letter.queue, letter.partition), letter)
 
     async def discard(self, letter: DeadLetter) -> bool:
         """Throw a dead letter away for good; False when it is no longer there."""
-        return await deadletter.discard(self.client.partition(letter.queue), letter)
+        return await deadletter.discard(self.client.partition(letter.queue, letter.partition), letter)

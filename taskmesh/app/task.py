@@ -9,13 +9,16 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypedDict, TypeVar, Unpack
 
+from taskmesh.app.bulk import new_ids, send
 from taskmesh.app.client import Client
 from taskmesh.broker import blobs
 from taskmesh.codec import encode_call, pack_value
-from taskmesh.errors import ConfigurationError, InvalidArguments, PayloadTooLarge
+from taskmesh.errors import ConfigurationError, InvalidArguments, NotConfirmed, PayloadTooLarge
+from taskmesh.keys import check_id, partition_of
 from taskmesh.messages import Priority
 from taskmesh.results.collector import Collector
-from taskmesh.results.handle import Handle, Handles
+from taskmesh.results.handle import Handle, Handles, Route
+from taskmesh.settings import Durability
 from taskmesh.tasks import Context, TaskDefinition, TaskOptions
 
 P = ParamSpec("P")
@@ -29,6 +32,7 @@ class Changes(TypedDict, total=False):
     priority: Priority
     expires: float | None
     result_ttl: float | None
+    durability: Durability | None
 
 
 class BoundCall(NamedTuple):
@@ -36,6 +40,10 @@ class BoundCall(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """Without the arguments, which may be sensitive."""
+        return f"<BoundCall of {len(self.args) + len(self.kwargs)} arguments>"
 
 
 class Connection(Protocol):
@@ -110,6 +118,7 @@ class Task(Generic[P, R]):
             QueueFull: the queue's bound is reached.
             BrokerFull: the server has no memory left; nothing was submitted.
             BrokerUnavailable: the server stayed away; whether it was submitted is not known.
+            NotConfirmed: it is submitted, with its handle in ``submitted``, but not as durable as was asked for.
         """
         return await self._submit(args, kwargs, None)
 
@@ -130,21 +139,34 @@ class Task(Generic[P, R]):
     async def _submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], due: str | None) -> Handle[R]:
         client = self._connection.client
         options = self._options
-        queue = options.queue
-        partition = client.partition(queue)
-        ttl = self._ttl(client)
-        message_id = client.new_id()
+        number = client.next_partition(options.queue)
+        message_id = client.new_id(number)
+        route = self._route(message_id)
         data = self._encode(client, message_id, args, kwargs, self._extras(client, due))
         chunk_keys: Sequence[bytes] = ()
         if len(data) > client.settings.inline_limit_bytes:
             data, chunk_keys = await self._move_out(client, message_id, args, kwargs, due)
-        inbox = client.inbox(queue) if ttl else None
-        if inbox is not None:
-            await inbox.open()
-        places = await client.publisher(queue).submit([data], due, chunk_keys)
-        return Handle(
-            message_id, self.definition, partition, inbox, ttl, options.priority, places[0], len(chunk_keys)
+        if route.inbox is not None:
+            await route.inbox.open()
+        publisher = client.publisher(options.queue, number, options.durability)
+        doubt: NotConfirmed | None = None
+        try:
+            places = await publisher.submit([data], due, chunk_keys)
+        except NotConfirmed as error:
+            doubt, places = error, error.places
+        handle: Handle[R] = Handle(
+            message_id,
+            self.definition,
+            *route,
+            self._ttl(client),
+            options.priority,
+            places[0],
+            len(chunk_keys),
         )
+        if doubt is not None:
+            doubt.submitted = handle
+            raise doubt
+        return handle
 
     async def submit_many(self, items: Iterable[Any]) -> Handles[R]:
         """Submit one call for each item: the item is the handler's only argument, or a ``bind`` of several.
@@ -156,38 +178,36 @@ class Task(Generic[P, R]):
         """
         client = self._connection.client
         options = self._options
-        partition, publisher = client.partition(options.queue), client.publisher(options.queue)
         ttl = self._ttl(client)
-        inbox = client.inbox(options.queue) if ttl else None
-        if inbox is not None:
-            await inbox.open()
-        handles: Handles[R] = Handles(self.definition, partition, inbox, ttl, options.priority)
+        if ttl:
+            numbers = range(client.options(options.queue).partitions)
+            await asyncio.gather(*(client.inbox(options.queue, number).open() for number in numbers))
+        handles: Handles[R] = Handles(self.definition, self._route, ttl, options.priority)
         extras = self._extras(client, None)
         limit = client.settings.inline_limit_bytes
-
-        async def send(ids: list[str], messages: list[bytes], blobs: Sequence[bytes] = ()) -> None:
-            handles.extend(ids, await publisher.submit(messages, None, blobs), len(blobs))
-
+        new_id = new_ids(client, options.queue)
         ids: list[str] = []
         messages: list[bytes] = []
         sending: asyncio.Task[None] | None = None
         try:
             for item in items:
                 args, kwargs = item if isinstance(item, BoundCall) else ((item,), {})
-                message_id = client.new_id()
+                message_id = new_id()
                 data = self._encode(client, message_id, args, kwargs, extras)
                 large = len(data) > limit
                 if large or len(messages) == BULK:
                     if sending is not None:
                         await sending
-                    sending = asyncio.create_task(send(ids, messages)) if messages else None
+                    going = send(client, options, handles, ids, messages) if messages else None
+                    sending = None if going is None else asyncio.create_task(going)
                     ids, messages = [], []
                     await asyncio.sleep(0)
                 if large:  # alone, in its turn
                     data, blobs = await self._move_out(client, message_id, args, kwargs, None)
                     if sending is not None:
                         await sending
-                    sending = asyncio.create_task(send([message_id], [data], blobs))
+                    alone = send(client, options, handles, [message_id], [data], blobs)
+                    sending = asyncio.create_task(alone)
                 else:
                     ids.append(message_id)
                     messages.append(data)
@@ -195,7 +215,7 @@ class Task(Generic[P, R]):
             if sending is not None:
                 await sending
             if messages:
-                await send(ids, messages)
+                await send(client, options, handles, ids, messages)
         return handles
 
     async def map(self, items: Iterable[Any], *, window: int = 1000) -> AsyncIterator[Handle[R]]:
@@ -221,13 +241,21 @@ class Task(Generic[P, R]):
             collector.close()
 
     def handle(self, task_id: str) -> Handle[R]:
-        """A handle for a task that was submitted elsewhere."""
-        client = self._connection.client
-        options = self._options
-        ttl = self._ttl(client)
-        inbox = client.inbox(options.queue) if ttl else None
-        partition = client.partition(options.queue)
-        return Handle(task_id, self.definition, partition, inbox, ttl, options.priority, own=False)
+        """A handle for a task that was submitted elsewhere.
+
+        Raises:
+            ConfigurationError: that is no task's id.
+        """
+        check_id(task_id)
+        client, options = self._connection.client, self._options
+        route = self._route(task_id)
+        return Handle(task_id, self.definition, *route, self._ttl(client), options.priority, own=False)
+
+    def _route(self, message_id: str) -> Route:
+        client, queue = self._connection.client, self._options.queue
+        number = partition_of(message_id)
+        inbox = client.inbox(queue, number) if self._ttl(client) else None
+        return Route(client.partition(queue, number), inbox)
 
     def _ttl(self, client: Client) -> float:
         ttl = self._options.result_ttl
@@ -260,6 +288,8 @@ class Task(Generic[P, R]):
             data = encode_call(message_id, self._options.priority, definition.name, args, kwargs, extras)
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidArguments(f"task {definition.name!r}: an argument cannot travel: {error}") from None
+        if client.signer is not None:
+            data = client.signer.sign(data)
         limit = client.settings.max_payload_bytes
         if len(data) > limit:
             raise PayloadTooLarge(
@@ -272,10 +302,15 @@ class Task(Generic[P, R]):
         self, client: Client, message_id: str, args: tuple[Any, ...], kwargs: dict[str, Any], due: str | None
     ) -> tuple[bytes, Sequence[bytes]]:
         """Upload large arguments beside the message; the message then carries the count of chunks."""
-        partition = client.partition(self._options.queue)
-        chunks = await blobs.upload(partition, message_id, "args", pack_value((args, kwargs)))
+        partition = self._route(message_id).partition
+        content = pack_value((args, kwargs))
+        chunks = await blobs.upload(partition, message_id, "args", content)
         extras = {**self._extras(client, due), "blob_chunks": chunks}
+        if client.signer is not None and client.signer.signs:
+            extras["blob_digest"] = client.signer.digest(content)
         data = encode_call(message_id, self._options.priority, self.name, (), {}, extras)
+        if client.signer is not None:
+            data = client.signer.sign(data)
         return data, blobs.chunk_keys(partition, message_id, "args", chunks)
 
 

@@ -6,6 +6,7 @@ Results carry the TTL of their record.
 
 from __future__ import annotations
 
+from taskmesh.broker.chunks import call_many
 from taskmesh.broker.streams import Partition
 from taskmesh.errors import BrokerError, DecodeError
 from taskmesh.settings import MIB
@@ -18,8 +19,13 @@ def chunk_count(size_bytes: int) -> int:
     return -(-size_bytes // CHUNK_BYTES)
 
 
+def result_kind(run: str) -> str:
+    """The kind of blob that a run's result is; "" is a run that has no name."""
+    return f"result-{run}" if run else "result"
+
+
 def chunk_keys(partition: Partition, message_id: str, kind: str, chunks: int) -> list[bytes]:
-    """The keys of a blob; ``kind`` is "args" or "result"."""
+    """The keys of a blob; ``kind`` is "args" or what ``result_kind`` says."""
     return [partition.keys.blob(message_id, kind, chunk) for chunk in range(chunks)]
 
 
@@ -40,16 +46,23 @@ async def upload(
 
 
 async def download(partition: Partition, message_id: str, kind: str, chunks: int) -> bytes:
-    """Read a blob.
+    """Read a blob, however often the server is away for a while. No more of a key is read than a chunk can have.
 
     Raises:
-        DecodeError: a chunk is gone.
+        DecodeError: a chunk is gone, or is none.
+        BrokerUnavailable: the server stayed away.
     """
     keys = chunk_keys(partition, message_id, kind, chunks)
-    replies = await partition.caller.server.link(partition.keys.tag).call_many([("GET", key) for key in keys])
+    commands = [("GETRANGE", key, 0, CHUNK_BYTES) for key in keys]
+    try:
+        replies = await call_many(partition.caller, partition.keys.tag, commands)
+    except BrokerError as error:
+        if "WRONGTYPE" in str(error):
+            raise DecodeError(f"a chunk of the {kind} of {message_id} is no string") from None
+        raise
     for reply in replies:
-        if isinstance(reply, BrokerError):
-            raise reply
-        if reply is None:
+        if not reply:
             raise DecodeError(f"a chunk of the {kind} of {message_id} is gone")
+        if len(reply) > CHUNK_BYTES:
+            raise DecodeError(f"a chunk of the {kind} of {message_id} has more than {CHUNK_BYTES:,} bytes")
     return b"".join(replies)

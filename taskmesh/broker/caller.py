@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from random import Random
 from typing import Any
 
@@ -55,16 +55,15 @@ class Caller:
         give_up_at = self.clock.monotonic() + patience
         attempt = 0
         while True:
-            link = self.server.link(tag)
             try:
+                link = self._link(tag)
                 try:
-                    return await link.call(*command)
+                    return await self._call(link, command)
                 except ScriptMissing:
                     await self._load(script, tag)
-                    return await link.call(*command)
+                    return await self._call(link, command)
             except Moved:
                 await self._refresh()
-                link.drop("moved")
                 reason: BrokerError = BrokerUnavailable(f"the slot of {tag!r} keeps moving")
             except BrokerUnavailable as error:
                 await self._refresh()
@@ -74,6 +73,12 @@ class Caller:
                 raise reason
             attempt += 1
             await asyncio.sleep(pause)
+
+    def _link(self, tag: bytes) -> Link:
+        return self.server.link(tag)
+
+    def _call(self, link: Link, command: tuple[Argument, ...]) -> Awaitable[Any]:
+        return link.call(*command)
 
     def prepare(
         self, script: Script, keys: Sequence[bytes], arguments: Sequence[Argument]
@@ -86,15 +91,11 @@ class Caller:
 
         Only for commands that may be done twice.
         """
-        link = self.server.link(tag)
         try:
-            return await link.call(*command)
-        except Moved:
+            return await self.server.link(tag).call(*command)
+        except (Moved, BrokerUnavailable):
             await self._refresh()
-            link.drop("moved")
-        except BrokerUnavailable:
-            await self._refresh()
-        return await link.call(*command)
+        return await self.server.link(tag).call(*command)
 
     async def read_many(self, requests: Sequence[tuple[bytes, tuple[Argument, ...]]]) -> list[Any]:
         """The replies to plain reads, in order: pairs of tag and command, one pipeline for each connection.
@@ -109,9 +110,6 @@ class Caller:
         trouble = next((reply for reply in replies if isinstance(reply, (Moved, BrokerUnavailable))), None)
         if trouble is None:
             return replies
-        if isinstance(trouble, Moved):
-            for tag, _ in requests:
-                self.server.link(tag).drop("moved")
         await self._refresh()
         replies = await self._read_once(requests)
         for reply in replies:

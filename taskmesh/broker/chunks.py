@@ -112,8 +112,6 @@ async def _persist(caller: Caller, tag: bytes, attempt: Callable[[], Awaitable[l
                 raise (
                     error if isinstance(error, BrokerUnavailable) else BrokerUnavailable(str(error))
                 ) from None
-            if isinstance(error, Moved):
-                caller.server.link(tag).drop("moved")
         tries += 1
         try:
             await caller.server.refresh()

@@ -1,58 +1,55 @@
-"""The way to the server, and the map from hash tags to nodes.
+"""The way to the server: which connection serves a hash tag, and what happens when that changes.
 
-Single, TLS, Unix socket and Cluster differ in this module and nowhere else. Connections are the redis package's
-own (authentication, TLS, protocol), driven directly by ``taskmesh.broker.link``; its retries are off.
+Single, TLS, Unix socket, Sentinel and Cluster differ in ``address.py`` and ``topology.py`` and nowhere else.
+Connections are the redis package's own (authentication, TLS, protocol), driven directly by
+``taskmesh.broker.link``; its retries are off.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
+import contextlib
+import weakref
 from collections.abc import Callable, Mapping
+from random import Random
 from typing import Any
 
-import redis.connection as blocking
 from redis import exceptions as redis_errors
-from redis.asyncio import connection as nonblocking
-from redis.crc import key_slot
+from redis.asyncio.connection import AbstractConnection
 
-from taskmesh.broker.link import CONNECT_TIMEOUT, Link, discard, error_of_connection
-from taskmesh.errors import BrokerError, BrokerRefused, BrokerUnavailable, ConfigurationError, ServerTooOld
+from taskmesh.broker.address import CONNECT_TIMEOUT, Address, Node, read_url
+from taskmesh.broker.link import Link, discard, error_of_connection
+from taskmesh.broker.topology import Cluster, Sentinels, Single, Topology
+from taskmesh.errors import BrokerError, BrokerRefused, BrokerUnavailable, ServerTooOld
 
+FOLLOW_EVERY = 1.0
+_random = Random()  # not the module's: handlers may have seeded that one, and count on it
 MINIMUM_REDIS = (7, 0)
 MINIMUM_VALKEY = (8, 0)
-Address = tuple[str, int]
-
-# The redis package's blocking counterparts, for the heartbeat's thread.
-_BLOCKING: dict[type, Callable[..., blocking.AbstractConnection]] = {
-    nonblocking.Connection: blocking.Connection,
-    nonblocking.SSLConnection: blocking.SSLConnection,
-    nonblocking.UnixDomainSocketConnection: blocking.UnixDomainSocketConnection,
-}
 
 
 class Server:
-    """One Redis or Valkey, alone or a cluster. Make it with ``connect``; ``close`` it at the end."""
+    """One Redis or Valkey, alone, behind sentinels or a cluster. Make it with ``connect``; ``close`` it at the end.
+
+    It belongs to the event loop that it was made in.
+
+    Attributes:
+        url: as it was given.
+        where: the same without its password.
+        revive: brings a dead server back, for one that this machine runs itself.
+    """
 
     def __init__(self, url: str) -> None:
-        try:
-            parsed: dict[str, Any] = dict(nonblocking.parse_url(url))
-        except ValueError as error:
-            raise ConfigurationError(f"Redis URL {_without_password(url)!r}: {error}") from None
-        self._class: type = parsed.pop("connection_class", nonblocking.Connection)
-        if self._class is nonblocking.UnixDomainSocketConnection and "path" not in parsed:
-            raise ConfigurationError(
-                f"Redis URL {_without_password(url)!r} names no socket: write unix:///path/to/redis.sock"
-            )
-        # No timeout here: every wait has its own where it is made.
-        self._arguments = {**parsed, "socket_timeout": None, "protocol": 2, "socket_read_size": 65536}
-        self._arguments.setdefault("socket_connect_timeout", CONNECT_TIMEOUT)
-        self.where = _without_password(url)
+        self.url = url
+        self._address: Address = read_url(url)
+        self.where = self._address.where
         self.is_cluster = False
         self.version = ""
-        self._slots: list[tuple[int, int, Address]] = []
-        self._links: dict[bytes, Link] = {}
+        self._topology: Topology = Sentinels(self._address) if self._address.sentinels else Single()
+        self._links: dict[Node | None, Link] = {}
+        self._dedicated: weakref.WeakKeyDictionary[Link, bytes] = weakref.WeakKeyDictionary()
         self._refreshing: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
         self.revive: Callable[[], None] | None = None
 
     @classmethod
@@ -66,10 +63,15 @@ class Server:
             ServerTooOld: it lacks what taskmesh needs.
         """
         server = cls(url)
-        information = await server._ask_once(None, "INFO", "server")
-        server._inspect(_fields(information))
+        await server._topology.read(server._ask)
+        node = server._topology.node_of(b"")
+        server._inspect(_fields(await server._ask(server._address.arguments, node, "INFO", "server")))
+        if isinstance(server._topology, Sentinels):
+            following = server._follow(server._topology)
+            server._following = asyncio.create_task(following, name="taskmesh failovers")
         if server.is_cluster:
-            await server._read_slots()
+            server._topology = Cluster(server._address)
+            await server._topology.read(server._ask)
         return server
 
     def _inspect(self, information: Mapping[str, str]) -> None:
@@ -85,78 +87,104 @@ class Server:
             raise ServerTooOld(f"{self.where} is {self.version}; taskmesh needs {name} {wanted} or newer")
 
     def link(self, tag: bytes) -> Link:
-        """The connection that everybody shares for commands on this tag's keys."""
-        shared = tag if self.is_cluster else b""
-        link = self._links.get(shared)
+        """The connection to the tag's node that everybody shares.
+
+        Raises:
+            BrokerUnavailable: no node serves it.
+        """
+        node = self._topology.node_of(tag)
+        link = self._links.get(node)
         if link is None:
-            link = self._links[shared] = self.dedicated(tag)
+            link = self._links[node] = self._make_link(lambda: node)
         return link
 
     def dedicated(self, tag: bytes) -> Link:
         """A connection of one's own, for a read that blocks. The caller closes it."""
-        return Link(lambda: self._class(**self._arguments_for(tag)), self.where)
+        link = self._make_link(lambda: self._topology.node_of(tag))
+        self._dedicated[link] = tag
+        return link
 
-    def blocking_connection(self, tag: bytes, timeout: float) -> blocking.AbstractConnection:
-        """A connection for a thread; ``timeout`` bounds each send and receive."""
-        arguments = {**self._arguments_for(tag), "socket_timeout": timeout, "socket_connect_timeout": timeout}
-        return _BLOCKING[self._class](**arguments)
+    def _make_link(self, find: Callable[[], Node | None]) -> Link:
+        def make() -> tuple[AbstractConnection, Node | None, str]:
+            node = find()
+            place = {} if node is None else {"host": node[0], "port": node[1]}
+            connection = self._address.connection(**{**self._address.arguments, **place})
+            return connection, node, self._name(node)
+
+        return Link(make, self._on_slow, self._greet if self._address.sentinels else None)
+
+    async def _greet(self, connection: AbstractConnection) -> None:
+        """See that a new connection leads to a primary: the sentinels' word may be out of date.
+
+        Raises:
+            BrokerUnavailable: it does not.
+        """
+        await connection.send_command("ROLE")
+        role = await connection.read_response()
+        if role[0] != b"master":
+            raise BrokerUnavailable(f"{self.where} has no primary at the moment")
 
     def node(self, tag: bytes) -> str:
-        """Who serves a tag, for people to read: a cluster's node, else the URL without its password."""
-        if not self.is_cluster:
-            return self.where
-        arguments = self._arguments_for(tag)
-        return f"{arguments['host']}:{arguments['port']}"
+        """Who serves a tag, for people to read: host and port in a cluster or behind sentinels, else the URL."""
+        return self._name(self._topology.node_of(tag))
 
-    def _arguments_for(self, tag: bytes) -> dict[str, Any]:
-        if not self.is_cluster:
-            return self._arguments
-        slot = key_slot(tag)
-        for first, last, (host, port) in self._slots:
-            if first <= slot <= last:
-                return {**self._arguments, "host": host, "port": port}
-        raise BrokerUnavailable(f"slot {slot} of the cluster at {self.where} is served by no node")
+    def _name(self, node: Node | None) -> str:
+        return self.where if node is None else f"{node[0]}:{node[1]}"
+
+    def _on_slow(self) -> None:
+        """A node takes its time: it may have been replaced, and nobody tells who waits for it."""
+        if self.is_cluster or self._address.sentinels:
+            self._start_refresh()
+
+    async def _follow(self, sentinels: Sentinels) -> None:
+        """Hear of failovers within a second or so: a primary that was only frozen still takes what it is sent."""
+        while True:
+            await asyncio.sleep(FOLLOW_EVERY * (0.5 + _random.random()))
+            with contextlib.suppress(BrokerError):
+                if await sentinels.has_moved(self._ask):
+                    await self.refresh()
 
     async def refresh(self) -> None:
-        """After trouble: read a cluster's topology again, start an embedded server again that has died.
+        """After trouble: find the nodes again, start an embedded server again that has died.
 
-        One refresh that runs already is shared. ``revive`` is called in a thread.
+        One refresh that runs already is shared. Connections to nodes that are not primaries any more are dropped.
+
+        Raises:
+            BrokerError: nobody tells where the nodes are.
         """
-        if not self.is_cluster and self.revive is None:
-            return
+        await asyncio.shield(self._start_refresh())
+
+    def _start_refresh(self) -> asyncio.Task[None]:
         if self._refreshing is None or self._refreshing.done():
-            work = self._read_slots() if self.is_cluster else asyncio.to_thread(self.revive or _nothing)
-            self._refreshing = asyncio.create_task(work, name="taskmesh refresh")
-        await asyncio.shield(self._refreshing)
+            self._refreshing = asyncio.create_task(self._refresh(), name="taskmesh refresh")
+            self._refreshing.add_done_callback(_heard)
+        return self._refreshing
 
-    async def _read_slots(self) -> None:
-        nodes: list[Address | None] = list({address for _, _, address in self._slots})
-        random.shuffle(nodes)
-        error: BrokerError | None = None
-        for node in [*nodes, None]:
-            try:
-                reply = await self._ask_once(node, "CLUSTER", "SLOTS")
-            except BrokerError as failed:
-                error = failed
-                continue
-            seed = node[0] if node else self._arguments.get("host", "localhost")
-            slots = [
-                (int(first), int(last), (primary[0].decode() or seed, int(primary[1])))
-                for first, last, primary, *_ in reply
-            ]
-            if slots:
-                self._slots = slots
-                return
-        raise error or BrokerUnavailable(f"the cluster at {self.where} serves no slot")
+    async def _refresh(self) -> None:
+        if self.revive is not None:
+            await asyncio.to_thread(self.revive)
+        await self._topology.read(self._ask)
+        for node in [node for node in self._links if not self._topology.serves(node)]:
+            await self._links.pop(node).close()  # whoever waits for it finds the new node's link
+        for link, tag in list(self._dedicated.items()):
+            if link.node != self._topology.node_of(tag):
+                link.drop("given up: its keys have moved")
 
-    async def _ask_once(self, node: Address | None, *command: str) -> Any:
+    async def _ask(
+        self,
+        arguments: dict[str, Any],
+        node: Node | None,
+        *command: str,
+        timeout: float = CONNECT_TIMEOUT,
+    ) -> Any:
         """One command on a connection made for it."""
-        arguments = self._arguments if node is None else {**self._arguments, "host": node[0], "port": node[1]}
+        if node is not None:
+            arguments = {**arguments, "host": node[0], "port": node[1]}
         where = self.where if node is None else f"{node[0]}:{node[1]}"
-        connection = self._class(**arguments)
+        connection = self._address.connection(**arguments)
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT):
-                await connection.connect()
+            async with asyncio.timeout(timeout):
+                await connection.connect()  # type: ignore[no-untyped-call]
                 await connection.send_command(*command)
                 return await connection.read_response()
         except (redis_errors.RedisError, OSError, TimeoutError) as error:
@@ -169,21 +197,20 @@ class Server:
 
     async def close(self) -> None:
         """End the shared connections."""
+        for task in (self._refreshing, self._following):
+            if task is not None:
+                task.cancel()
         links, self._links = list(self._links.values()), {}
         for link in links:
             await link.close()
 
 
-def _nothing() -> None:
-    pass
+def _heard(refresh: asyncio.Task[None]) -> None:
+    """A refresh that nobody waits for may fail: the next call tells what is wrong."""
+    if not refresh.cancelled() and isinstance(refresh.exception(), BrokerError):
+        return
 
 
 def _fields(information: bytes) -> dict[str, str]:
     lines = (line.partition(":") for line in information.decode("utf-8", "replace").splitlines())
     return {name: value for name, colon, value in lines if colon}
-
-
-def _without_password(url: str) -> str:
-    scheme, separator, rest = url.partition("://")
-    host = rest.rpartition("@")[2]
-    return f"{scheme}{separator}{host.partition('?')[0]}"

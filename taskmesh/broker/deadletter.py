@@ -7,11 +7,13 @@ the task; released by itself when one that does appears).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 
 from taskmesh.broker.streams import Partition
 from taskmesh.codec import decode_message, decode_outcome, encode_message
 from taskmesh.errors import ConfigurationError, DecodeError
 from taskmesh.messages import DeadLetter, Failure, Message
+from taskmesh.signing import Signer
 
 _ENTRY_ID = re.compile(r"\d{1,20}(-\d{1,20})?")
 
@@ -21,7 +23,7 @@ async def dead_letters(partition: Partition, count: int = 100) -> list[DeadLette
     letters: list[DeadLetter] = []
     for key in (partition.keys.dead, partition.keys.parked):
         rows = await partition.caller.command(partition.keys.tag, "XRANGE", key, "-", "+", "COUNT", count)
-        letters += [_read(partition.keys.queue, entry, fields) for entry, fields in rows]
+        letters += [read(partition, entry, fields) for entry, fields in rows]
     return letters[:count]
 
 
@@ -36,7 +38,7 @@ async def dead_letter(partition: Partition, entry: str) -> DeadLetter | None:
     for key in (partition.keys.dead, partition.keys.parked):
         rows = await partition.caller.command(partition.keys.tag, "XRANGE", key, entry, entry)
         if rows:
-            return _read(partition.keys.queue, *rows[0])
+            return read(partition, *rows[0])
     return None
 
 
@@ -57,8 +59,12 @@ async def requeue(partition: Partition, letter: DeadLetter) -> bool:
         message.priority,
         blob_chunks=message.blob_chunks,
         result_ttl_ms=message.result_ttl_ms,
+        blob_digest=message.blob_digest,
     )
-    return await partition.requeue(_key(partition, letter), letter.entry, fresh, encode_message(fresh))
+    data = encode_message(fresh)
+    if partition.signer is not None:
+        data = partition.signer.sign(data)
+    return await partition.requeue(_key(partition, letter), letter.entry, fresh, data)
 
 
 async def discard(partition: Partition, letter: DeadLetter) -> bool:
@@ -70,28 +76,46 @@ def _key(partition: Partition, letter: DeadLetter) -> bytes:
     return partition.keys.parked if letter.reason == "no handler" else partition.keys.dead
 
 
-def _read(queue: str, entry: bytes, flat: list[bytes]) -> DeadLetter:
-    fields = dict(zip(flat[::2], flat[1::2], strict=True))
-    raw = fields[b"message"]
-    message: Message | None
-    try:
-        message = decode_message(raw)
-    except DecodeError:
-        message = None
-    failure: Failure | None = None
-    if fields[b"outcome"][2:3] == b"i":
-        try:
-            failure = decode_outcome(fields[b"outcome"]).failure
-        except DecodeError:  # the exception's arguments are of a type that is not known here
-            failure = None
+def read(partition: Partition, entry: bytes, flat: Sequence[bytes]) -> DeadLetter:
+    """A dead letter from its stream entry; whatever of it cannot be read is left out, never raised."""
+    fields = dict(zip(flat[::2], flat[1::2], strict=False))
+    raw = fields.get(b"message", b"")
+    signer, keys = partition.signer, partition.keys
+    message = _message(signer, raw)
     return DeadLetter(
         entry.decode(),
-        queue,
-        fields[b"reason"].decode(),
+        keys.queue,
+        _text(fields, b"reason"),
         message,
         raw,
-        int(fields[b"deliveries"]),
-        fields[b"worker"].decode(),
-        failure,
-        int(fields[b"at"]),
+        _number(fields, b"deliveries"),
+        _text(fields, b"worker"),
+        None if message is None else _failure(signer, message.id, fields.get(b"outcome", b"")),
+        _number(fields, b"at"),
+        keys.partition,
     )
+
+
+def _message(signer: Signer | None, raw: bytes) -> Message | None:
+    try:
+        return decode_message(raw if signer is None else signer.read(raw))
+    except DecodeError:
+        return None
+
+
+def _failure(signer: Signer | None, message_id: str, outcome: bytes) -> Failure | None:
+    if outcome[2:3] != b"i":
+        return None
+    try:
+        return decode_outcome(outcome if signer is None else signer.read_outcome(message_id, outcome)).failure
+    except DecodeError:  # the exception's arguments are of a type that is not known here, say
+        return None
+
+
+def _text(fields: Mapping[bytes, bytes], name: bytes) -> str:
+    return fields.get(name, b"").decode("utf-8", "replace")
+
+
+def _number(fields: Mapping[bytes, bytes], name: bytes) -> int:
+    text = fields.get(name, b"")
+    return int(text) if text.isdigit() and len(text) < 20 else 0

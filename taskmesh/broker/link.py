@@ -8,26 +8,37 @@ to who makes it.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import ssl
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import hiredis
 from redis import exceptions as redis_errors
 from redis.asyncio.connection import AbstractConnection
 
+from taskmesh.broker.address import CONNECT_TIMEOUT, Node
 from taskmesh.errors import BrokerError, BrokerFull, BrokerRefused, BrokerUnavailable
 
 Argument = bytes | str | int | float | memoryview
 Command = tuple[Argument, ...]
-CONNECT_TIMEOUT = 5.0
+Made = tuple[
+    AbstractConnection, Node | None, str
+]  # a connection, where it leads, and that for people to read
 REPLY_TIMEOUT = 5.0
+SLOW = 1.0
 _pack: Callable[[Command], bytes] = hiredis.pack_command  # type: ignore[assignment]
 _INCOMPLETE = object()
+_generations = itertools.count(1)
 
 
 class Moved(BrokerError):
     """The slot lives on another node now, or is on its way; nothing was done."""
+
+
+class Demoted(BrokerUnavailable):
+    """The node has become a replica; nothing was done."""
 
 
 class ScriptMissing(BrokerError):
@@ -49,9 +60,11 @@ def error_of_reply(text: str, where: str) -> BrokerError:
         return Moved(text)
     if code in ("NOGROUP", "UNBLOCKED") or "NOGROUP" in text:
         return NoGroup(text)
-    if code in ("LOADING", "CLUSTERDOWN", "READONLY", "MASTERDOWN", "NOREPLICAS"):
+    if code == "READONLY":
+        return Demoted(f"{where} is a replica now")
+    if code in ("LOADING", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "MISCONF"):
         return BrokerUnavailable(f"{where} takes no writes now: {text}")
-    if code in ("NOAUTH", "WRONGPASS", "NOPERM") or "invalid password" in text:
+    if code in ("NOAUTH", "WRONGPASS", "NOPERM") or "invalid password" in text or "ACL failure" in text:
         return BrokerRefused(f"{where} refused the credentials: {text}")
     return BrokerRefused(f"{where}: {text}")
 
@@ -63,18 +76,21 @@ def error_of_connection(error: BaseException, where: str) -> BrokerError:
         return BrokerRefused(f"{where} refused the credentials: {text}")
     if isinstance(error, redis_errors.ResponseError):
         return error_of_reply(text, where)
+    if isinstance(error.__cause__ or error.__context__, ssl.SSLCertVerificationError):
+        return BrokerRefused(f"{where} cannot be trusted: {text}")
     return BrokerUnavailable(f"no answer from {where}: {text}")
 
 
 class _Group:
     """Commands that were sent together, and the replies so far."""
 
-    __slots__ = ("count", "done", "replies")
+    __slots__ = ("count", "done", "replies", "timer")
 
     def __init__(self, count: int, done: asyncio.Future[list[Any]]) -> None:
         self.count = count
         self.done = done
         self.replies: list[Any] = []
+        self.timer: asyncio.TimerHandle | None = None
 
 
 class _Replies(asyncio.Protocol):
@@ -90,11 +106,14 @@ class _Replies(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         reader, waiting = self._reader, self.waiting
+        demoted: Demoted | None = None
         try:
             reader.feed(data)
             while (reply := reader.gets()) is not _INCOMPLETE:
                 if isinstance(reply, hiredis.ReplyError):
                     reply = error_of_reply(str(reply), self._where)
+                    if isinstance(reply, Demoted):
+                        demoted = reply
                 group = waiting[0]
                 group.replies.append(reply)
                 if len(group.replies) == group.count:
@@ -105,6 +124,8 @@ class _Replies(asyncio.Protocol):
             self._on_lost(
                 self, BrokerUnavailable(f"{self._where} does not speak the Redis protocol: {error}")
             )
+        if demoted is not None:  # whoever calls next looks for the primary
+            self._on_lost(self, demoted)
 
     def connection_lost(self, error: Exception | None) -> None:
         reason = str(error) if error else "closed by the server"
@@ -121,18 +142,35 @@ class Link:
     """One connection; callers' commands go out as they come, and replies are handed back in order.
 
     A lost connection fails every call under way with BrokerUnavailable; the next call opens a new one.
-    ``generation`` counts the connections made, so that a caller can tell that a connection was unbroken.
+
+    Args:
+        make: makes a connection to wherever the link leads now.
+        on_slow: called for every second that an answer takes, blocking reads left aside.
+        greet: looks at a new connection before it is used, and raises where it will not do.
+
+    Attributes:
+        generation: a number that no other connection has, so that a caller can tell that one was unbroken.
+        node: where the last one led.
     """
 
-    def __init__(self, make: Callable[[], AbstractConnection], where: str) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Made],
+        on_slow: Callable[[], None] = lambda: None,
+        greet: Callable[[AbstractConnection], Awaitable[None]] | None = None,
+    ) -> None:
         self._make = make
-        self.where = where
+        self._on_slow = on_slow
+        self._greet = greet
+        self.where = ""
+        self.node: Node | None = None
         self.generation = 0
         self._connection: AbstractConnection | None = None
         self._transport: asyncio.Transport | None = None
         self._replies: _Replies | None = None
         self._opening = asyncio.Lock()
         self._closed = False
+        self._limit: asyncio.Timeout | None = None  # of a connection that is being made
 
     async def call(self, *command: Argument) -> Any:
         """Send one command and return its reply.
@@ -154,7 +192,7 @@ class Link:
             BrokerUnavailable: the connection cannot be made, or was lost before all had answered.
         """
         if self._replies is None:
-            await self._open()
+            await self._open(min(timeout, CONNECT_TIMEOUT))
         replies, transport = self._replies, self._transport
         assert replies is not None
         assert transport is not None
@@ -163,35 +201,58 @@ class Link:
         packed = [_pack(command) for command in commands]
         replies.waiting.append(group)
         transport.writelines(packed)
-        overdue = loop.call_later(timeout, self._overdue, replies, timeout)
+        if timeout > REPLY_TIMEOUT:
+            group.timer = loop.call_later(timeout, self._overdue, replies, timeout)
+        else:
+            group.timer = loop.call_later(min(SLOW, timeout), self._slow, replies, group, timeout, timeout)
         try:
             if not replies.writable.is_set():
                 await replies.writable.wait()
             return await group.done
         finally:
-            overdue.cancel()
+            group.timer.cancel()
+
+    def _slow(self, replies: _Replies, group: _Group, left: float, timeout: float) -> None:
+        """No answer for another second (or for ``left``, where that is less)."""
+        left -= SLOW
+        if left <= 0:
+            self._overdue(replies, timeout)
+            return
+        group.timer = asyncio.get_running_loop().call_later(
+            min(SLOW, left), self._slow, replies, group, left, timeout
+        )
+        self._on_slow()
 
     def _overdue(self, replies: _Replies, timeout: float) -> None:
         self._lose(replies, BrokerUnavailable(f"no answer from {self.where} for {timeout:g} s"))
 
-    async def _open(self) -> None:
+    async def _open(self, timeout: float) -> None:
         async with self._opening:
             if self._closed:
                 raise BrokerUnavailable(f"the connection to {self.where} is closed")
             if self._replies is not None:
                 return
-            connection = self._make()
+            connection, self.node, self.where = self._make()
+            slow = asyncio.get_running_loop().call_later(SLOW, self._on_slow)
             try:
-                async with asyncio.timeout(CONNECT_TIMEOUT):
+                async with asyncio.timeout(timeout) as self._limit:
                     await connection.connect()  # type: ignore[no-untyped-call]
+                    if self._greet is not None:
+                        await self._greet(connection)
             except (redis_errors.RedisError, OSError, TimeoutError) as error:
                 await discard(connection)
                 raise error_of_connection(error, self.where) from None
+            except BrokerError:
+                await discard(connection)
+                raise
+            finally:
+                slow.cancel()
+                self._limit = None
             # The handshake is over and answered: from here on the client library's reader would only be in the way.
             transport: Any = connection._writer.transport  # type: ignore[union-attr]
             replies = _Replies(self.where, self._lose)
             transport.set_protocol(replies)
-            self.generation += 1
+            self.generation = next(_generations)
             self._connection, self._transport, self._replies = connection, transport, replies
 
     def _lose(self, replies: _Replies, reason: BrokerError) -> None:
@@ -211,9 +272,11 @@ class Link:
                 connection._close()  # type: ignore[no-untyped-call]
 
     def drop(self, reason: str = "dropped") -> None:
-        """Cut the connection: calls under way fail, the next call opens a new one."""
+        """Cut the connection, or the making of one: calls under way fail, the next call opens a new one."""
         if self._replies is not None:
             self._lose(self._replies, BrokerUnavailable(f"the connection to {self.where} was {reason}"))
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(0.0)
 
     async def close(self) -> None:
         """End the connection for good."""

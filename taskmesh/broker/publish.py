@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import secrets
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
 from taskmesh.broker.caller import pause_before
+from taskmesh.broker.confirm import ConfirmingCaller
 from taskmesh.broker.streams import Partition
-from taskmesh.errors import BrokerUnavailable, QueueFull, TaskmeshError
+from taskmesh.errors import BrokerUnavailable, NotConfirmed, QueueFull, TaskmeshError
 from taskmesh.events import Observers, Submitted
-from taskmesh.settings import MIB, QueueOptions
+from taskmesh.settings import MIB, Durability, QueueOptions
 
 MAX_BATCH = 1000
 MAX_BATCH_BYTES = 4 * MIB
@@ -32,7 +34,7 @@ def new_producer() -> str:
 class _Unit:
     """Messages that were submitted together, and the places that they were put in so far."""
 
-    __slots__ = ("blobs", "deadline", "done", "due", "places", "rest", "size_bytes")
+    __slots__ = ("blobs", "deadline", "done", "doubt", "due", "places", "rest", "size_bytes")
 
     def __init__(
         self, messages: Sequence[bytes], due: str | None, blobs: Sequence[bytes], deadline: float | None
@@ -42,6 +44,7 @@ class _Unit:
         self.blobs = blobs
         self.deadline = deadline
         self.places: list[str | None] = []
+        self.doubt = ""
         self.size_bytes = sum(map(len, messages))
         self.done: asyncio.Future[list[str | None]] = asyncio.get_running_loop().create_future()
 
@@ -49,13 +52,30 @@ class _Unit:
         if not self.done.done():
             self.done.set_exception(error)
 
+    def end(self) -> None:
+        """All of it is in."""
+        if self.doubt:
+            self.fail(NotConfirmed(f"accepted by the primary, and going to run; {self.doubt}", self.places))
+        elif not self.done.done():
+            self.done.set_result(self.places)
+
 
 class Publisher:
-    """One producer's way into one partition."""
+    """One producer's way into one partition; ``durability`` is what each batch waits for."""
 
     def __init__(
-        self, partition: Partition, producer: str, options: QueueOptions, observers: Observers
+        self,
+        partition: Partition,
+        producer: str,
+        options: QueueOptions,
+        observers: Observers,
+        durability: Durability | None = None,
     ) -> None:
+        self._confirming: ConfirmingCaller | None = None
+        if durability is not None:
+            self._confirming = ConfirmingCaller(partition.caller, durability, partition.keys.tag)
+            partition = copy.copy(partition)
+            partition.caller = self._confirming
         self._partition = partition
         self._producer = producer
         self._options = options
@@ -77,6 +97,7 @@ class Publisher:
             QueueFull: the bound is reached; the messages before the full mark are in.
             BrokerFull: the server has no memory left; nothing of the last batch is in.
             BrokerUnavailable: the server stayed away; whether the last batch is in is not known.
+            NotConfirmed: all are in, and not confirmed in time.
         """
         wait = self._options.wait_timeout
         deadline = None if wait is None else asyncio.get_running_loop().time() + wait
@@ -129,12 +150,13 @@ class Publisher:
         later = [(unit.due, message) for unit, piece in pieces if unit.due is not None for message in piece]
         self._number += 1
         accepted = await self._partition.submit(
-            self._producer, self._number, self._options.max_length or 0, now, later, units[0].blobs
+            self._producer, self._number, self._options.partition_length, now, later, units[0].blobs
         )
         if accepted.messages < 0:
             raise BrokerUnavailable(
                 "the blob's chunks were gone before the message could be added; submit again"
             )
+        doubt = self._confirming.doubt if self._confirming is not None else ""
         first = 0
         size_bytes = 0
         for unit, piece in pieces:
@@ -142,11 +164,11 @@ class Publisher:
             first += len(piece)
             size_bytes += sum(map(len, unit.rest[: len(places)]))
             unit.places += places
+            unit.doubt = unit.doubt or doubt
             unit.rest = unit.rest[len(places) :]
             if not unit.rest:
                 self._units.remove(unit)
-                if not unit.done.done():
-                    unit.done.set_result(unit.places)
+                unit.end()
         if accepted.messages:
             self._observers.emit(Submitted(self._partition.keys.queue, accepted.messages, size_bytes))
         return accepted.messages, len(now) + len(later)
@@ -177,3 +199,5 @@ class Publisher:
                 await self._partition.caller.command(
                     keys.tag, "UNLINK", keys.producer(self._producer), keys.replies(self._producer)
                 )
+        if self._confirming is not None:
+            await self._confirming.close()

@@ -15,8 +15,11 @@ import msgspec
 from taskmesh.broker import scripts
 from taskmesh.broker.caller import Caller
 from taskmesh.broker.link import Argument
+from taskmesh.codec import SIGNED_VERSION, WIRE_VERSION
 from taskmesh.keys import GROUP, RETURNED, PartitionKeys, reply_producer
 from taskmesh.messages import Entry, Message, Priority
+from taskmesh.settings import MIB
+from taskmesh.signing import Signer
 
 PRODUCER_TTL_MS = 3_600_000
 CANCEL_MARK_TTL_MS = 7 * 86_400_000
@@ -52,6 +55,7 @@ class Settlement(msgspec.Struct, gc=False):
         reply: the reply stream's key; None when nobody is told.
         arguments: what follows the kind, the reply's number left out.
         blobs: chunks that go with it.
+        written: chunks of its outcome, which nobody reads if its claim was lost.
     """
 
     entry: bytes
@@ -61,6 +65,7 @@ class Settlement(msgspec.Struct, gc=False):
     reply: bytes | None = None
     arguments: tuple[Argument, ...] = ()
     blobs: tuple[bytes, ...] = ()
+    written: tuple[bytes, ...] = ()
 
 
 class Joined(NamedTuple):
@@ -70,11 +75,26 @@ class Joined(NamedTuple):
 
 
 class Partition:
-    """One partition of one queue."""
+    """One partition of one queue.
 
-    def __init__(self, caller: Caller, keys: PartitionKeys) -> None:
+    Attributes:
+        signer: signs and checks what goes through it; None where the Mesh has no keys.
+        max_payload_bytes: the limit of the Mesh's settings.
+        wire_versions: of the messages that can be read here.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        keys: PartitionKeys,
+        signer: Signer | None = None,
+        max_payload_bytes: int = 64 * MIB,
+    ) -> None:
         self.caller = caller
         self.keys = keys
+        self.signer = signer
+        self.max_payload_bytes = max_payload_bytes
+        self.wire_versions = (WIRE_VERSION,) if signer is None else (WIRE_VERSION, SIGNED_VERSION)
 
     async def submit(
         self,
@@ -198,10 +218,10 @@ class Partition:
             scripts.SETTLE, [*fixed, *results, *replies, *blobs], (*head, *arguments, *blob_counts)
         )
 
-    async def join(self, worker: bytes, tasks: Sequence[str]) -> Joined:
+    async def join(self, worker: bytes, abilities: Sequence[str]) -> Joined:
         """Enter a worker: its lease, what it knows; parked messages that it can run go back to the queue."""
         keys = self.keys
-        known = "\n" + "\n".join(tasks) + "\n"
+        known = "\n" + "\n".join(abilities) + "\n"
         begin = b"-"
         total = 0
         while True:
@@ -213,7 +233,9 @@ class Partition:
             )
             total += int(released)
             if not begin:
-                return Joined(control, [message_id.decode() for message_id in cancelled], total)
+                return Joined(
+                    control, [message_id.decode("ascii", "replace") for message_id in cancelled], total
+                )
 
     async def leave(self, worker: bytes) -> bool:
         """Strike a worker off that holds nothing; False when it still holds entries."""
@@ -304,7 +326,7 @@ class Partition:
     async def cancel_marks(self) -> list[str]:
         """The messages that someone wants cancelled and whose place is not known, from the oldest."""
         marks = await self.caller.command(self.keys.tag, "ZRANGE", self.keys.cancelled, -MAX_CANCEL_MARKS, -1)
-        return [message_id.decode() for message_id in marks]
+        return [message_id.decode("ascii", "replace") for message_id in marks]
 
     async def result(self, message_id: str) -> bytes | None:
         """The outcome's record, while it lives."""

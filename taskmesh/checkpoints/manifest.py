@@ -106,7 +106,7 @@ def decode(data: bytes) -> Manifest:
     """
     try:
         return _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"a manifest is damaged: {error}") from None
 
 

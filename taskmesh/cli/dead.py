@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 from collections.abc import Awaitable, Callable
 from typing import Annotated
 
@@ -16,11 +17,14 @@ from taskmesh.cli.loading import load_mesh
 from taskmesh.cli.state import App, Json
 from taskmesh.errors import ConfigurationError, DecodeError
 from taskmesh.messages import DeadLetter
+from taskmesh.tasks import REDACTED
+from taskmesh.worker.redact import redacted, redactor_of
 
 PAGE = 500
 MAX_ERROR_CHARACTERS = 60
+MAX_ARGUMENT_CHARACTERS = 500
 commands = typer.Typer(
-    help="List, requeue or discard dead letters.", no_args_is_help=True, rich_markup_mode=None
+    help="List, show, requeue or discard dead letters.", no_args_is_help=True, rich_markup_mode=None
 )
 
 Queue = Annotated[
@@ -50,7 +54,7 @@ def list_letters(
                 letter for name in _queues(mesh, queue) for letter in await mesh.dead_letters(name, limit)
             ]
 
-    letters = asyncio.run(read())
+    letters = [_without_secrets(mesh, letter) for letter in asyncio.run(read())]
     if as_json:
         typer.echo(msgspec.json.encode([_as_record(letter) for letter in letters]).decode())
         return
@@ -66,6 +70,41 @@ def list_letters(
         for letter in letters
     ]
     typer.echo(table(("ENTRY", "QUEUE", "TASK", "DELIVERIES", "REASON", "ERROR"), rows))
+
+
+@commands.command(short_help="Show one dead letter: its arguments and its traceback.")
+def show(
+    app: App,
+    entry: Annotated[str, typer.Argument(metavar="ENTRY", help="Its id as `dead list` shows it.")],
+    queue: Queue = None,
+    as_json: Json = False,
+) -> None:
+    """Show one dead letter whole: its arguments, but for the sensitive ones, and its traceback."""
+    mesh = load_mesh(app)
+
+    async def read() -> DeadLetter:
+        async with mesh:
+            return await _find(mesh, _queues(mesh, queue), entry)
+
+    letter = _without_secrets(mesh, asyncio.run(read()))
+    arguments = _arguments(mesh, letter)
+    record = _as_record(letter)
+    failure = letter.failure
+    if as_json:
+        typer.echo(
+            msgspec.json.encode(
+                {**record, "arguments": arguments, "traceback": failure.traceback if failure else None}
+            ).decode()
+        )
+        return
+    record["error"] = f"{failure.type}: {failure.message}" if failure else "-"
+    record["at_ms"] = f"{letter.at_ms} ({_time_of(letter.at_ms)})"
+    lines = [f"{name:<12}{'-' if value is None else value}" for name, value in record.items()]
+    shown = [arguments] if isinstance(arguments, str) else [f"{k} = {v}" for k, v in arguments.items()]
+    lines += ["arguments", *(f"  {line}" for line in shown)]
+    if failure is not None and failure.traceback:
+        lines += ["traceback", *(f"  {line}" for line in failure.traceback.splitlines())]
+    typer.echo("\n".join(lines))
 
 
 @commands.command()
@@ -121,7 +160,8 @@ async def _find(mesh: Mesh, queues: list[str], entry: str) -> DeadLetter:
     found = [
         letter
         for name in queues
-        if (letter := await dead_letter(mesh.client.partition(name), entry)) is not None
+        for partition in mesh.client.partitions(name)
+        if (letter := await dead_letter(partition, entry)) is not None
     ]
     if not found:
         raise ConfigurationError(f"there is no dead letter {entry!r} in {', '.join(queues)}")
@@ -129,6 +169,41 @@ async def _find(mesh: Mesh, queues: list[str], entry: str) -> DeadLetter:
         names = " and ".join(letter.queue for letter in found)
         raise ConfigurationError(f"{entry!r} is in {names}: say which with --queue")
     return found[0]
+
+
+def _without_secrets(mesh: Mesh, letter: DeadLetter) -> DeadLetter:
+    """The letter without sensitive arguments in its failure: it may be older than the word that they are."""
+    message, failure = letter.message, letter.failure
+    if message is None or failure is None or (definition := mesh.registry.get(message.task)) is None:
+        return letter
+    redact = redactor_of(definition, message, letter.raw)
+    return letter if redact is None else msgspec.structs.replace(letter, failure=redacted(failure, redact))
+
+
+def _arguments(mesh: Mesh, letter: DeadLetter) -> dict[str, str] | str:
+    """The arguments by parameter, as text; or why they are not shown."""
+    message = letter.message
+    if message is None:
+        return f"(not shown: {len(letter.raw):,} bytes that cannot be read)"
+    if message.blob_chunks:
+        return f"(not shown: they are large, and lie in {message.blob_chunks} pieces beside the message)"
+    definition = mesh.registry.get(message.task)
+    if definition is None:
+        return f"(not shown: this Mesh has no task {message.task!r}, and cannot tell which are sensitive)"
+    named = definition.shown(message.args, message.kwargs)
+    if named is None:
+        return "(not shown: they do not fit the task's parameters)"
+    return {name: REDACTED if value is REDACTED else _cut(repr(value)) for name, value in named.items()}
+
+
+def _time_of(ms: int) -> str:
+    return datetime.datetime.fromtimestamp(ms / 1000, datetime.UTC).isoformat(timespec="seconds")
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MAX_ARGUMENT_CHARACTERS:
+        return text
+    return f"{text[:MAX_ARGUMENT_CHARACTERS]}... ({len(text):,} characters)"
 
 
 def _as_record(letter: DeadLetter) -> dict[str, object]:

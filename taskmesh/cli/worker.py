@@ -28,6 +28,14 @@ def worker(
     procs: Annotated[
         int, typer.Option("--procs", min=1, help="Worker processes; one that dies is replaced.")
     ] = 1,
+    handler_procs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Processes for tasks with process=True, in each worker process. Default: one a CPU.",
+            show_default=False,
+        ),
+    ] = None,
     drain_timeout: Annotated[
         float, typer.Option("--drain-timeout", min=0, help="Seconds that running handlers get to finish.")
     ] = DEFAULTS.drain_timeout,
@@ -42,6 +50,7 @@ def worker(
         app=app,
         queues=tuple(queue or ()),
         concurrency=concurrency,
+        handler_procs=handler_procs,
         drain_timeout=drain_timeout,
         log_level=log_level.lower(),
         debug=state.debug,

@@ -7,6 +7,7 @@ or a supervisor starts several. It imports neither typer nor rich, which would s
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -32,6 +33,7 @@ else:
 
 log = logging.getLogger("taskmesh.worker")
 DEFAULTS = WorkerSettings()
+SHORT_TTL = 5.0
 EXIT_UNFIT = 78  # EX_CONFIG: starting it again would not help
 GRACE = 10.0  # beyond the drain's own timeout: outcomes to settle, queues to leave, connections to close
 
@@ -48,6 +50,7 @@ class Plan(msgspec.Struct, frozen=True):
     app: str
     queues: tuple[str, ...] = ()
     concurrency: int = DEFAULTS.concurrency
+    handler_procs: int | None = DEFAULTS.processes
     drain_timeout: float = DEFAULTS.drain_timeout
     log_level: str = "info"
     debug: bool = False
@@ -56,7 +59,10 @@ class Plan(msgspec.Struct, frozen=True):
     @property
     def settings(self) -> WorkerSettings:
         return WorkerSettings(
-            queues=self.queues, concurrency=self.concurrency, drain_timeout=self.drain_timeout
+            queues=self.queues,
+            concurrency=self.concurrency,
+            processes=self.handler_procs,
+            drain_timeout=self.drain_timeout,
         )
 
 
@@ -122,7 +128,7 @@ async def serve(mesh: Mesh, plan: Plan, stop: StopSignals) -> None:
     assert starting is not None
     stop.on_request(starting.cancel)
     try:
-        async with mesh.worker(plan.settings):
+        async with mesh.worker(_with_heartbeat(plan.settings, mesh.settings.liveness_ttl)):
             stop.on_request(stopped.set)
             if mesh.settings.url is None:  # a submitter in another folder would wait for ever
                 folder = mesh.settings.data_folder.resolve()
@@ -133,6 +139,12 @@ async def serve(mesh: Mesh, plan: Plan, stop: StopSignals) -> None:
         if not stop.requested:
             raise
         log.info("stopped before it had started")
+
+
+def _with_heartbeat(settings: WorkerSettings, ttl: float) -> WorkerSettings:
+    """A lease of a few seconds is carried by a process: a C call may well hold a thread up for so long."""
+    is_short = ttl < SHORT_TTL and sys.platform == "linux"
+    return dataclasses.replace(settings, heartbeat="process" if is_short else "thread")
 
 
 def run(plan: Plan) -> int:

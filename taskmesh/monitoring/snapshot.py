@@ -24,6 +24,7 @@ from taskmesh.monitoring.status import (
     RunStatus,
     ServerStatus,
     WorkerStatus,
+    whole,
 )
 from taskmesh.settings import MeshSettings
 from taskmesh.tasks import Registry
@@ -43,7 +44,7 @@ class _Client(Protocol):
     caller: Caller
     bulk: Caller
 
-    def partition(self, queue: str) -> Partition: ...
+    def partitions(self, queue: str) -> list[Partition]: ...
 
 
 class WatchedMesh(Protocol):
@@ -86,7 +87,7 @@ async def snapshot(mesh: WatchedMesh) -> MeshSnapshot:
         BrokerError: a server is away, or refuses (a user without the rights to look).
     """
     client = mesh.client
-    partitions = [client.partition(queue) for queue in mesh.registry.queues]
+    partitions = [each for queue in mesh.registry.queues for each in client.partitions(queue)]
     main_tags = [b"time", *(partition.keys.tag for partition in partitions)]
     bulk_tags = [] if client.bulk is client.caller else [b"time"]
     (now_ms, queues, workers), main, bulk = await asyncio.gather(
@@ -130,26 +131,31 @@ async def _queues(
         place += len(part)
     lanes = [[_lane(*_three(answer, lane)) for lane in range(len(Priority))] for answer in answers]
     oldest = await _oldest_waiting(caller, partitions, lanes)
-    statuses: list[QueueStatus] = []
+    statuses: dict[str, list[QueueStatus]] = {}
     heard: dict[str, tuple[float, list[str], int]] = {}
     for partition, answer, found, since_ms in zip(partitions, answers, lanes, oldest, strict=True):
         delayed, dead, parked, workers, time = (_checked(reply) for reply in answer[-5:])
         here_ms = _milliseconds(time) + caller.clock.offset_ms
         age = None if since_ms is None else max(0.0, (here_ms - since_ms) / 1000)
         queue = partition.keys.queue
-        statuses.append(QueueStatus(queue, _lane_statuses(found), int(delayed), int(dead), int(parked), age))
+        status = QueueStatus(queue, _lane_statuses(found), int(delayed), int(dead), int(parked), age)
+        statuses.setdefault(queue, []).append(status)
         for name, seen in zip(workers[::2], workers[1::2], strict=True):
             if name in (RETURNED, SUSPECTS):
                 continue
             holds = sum(lane.consumers.get(name, 0) for lane in found)
             since = max(0.0, (here_ms - float(seen)) / 1000)
-            before = heard.get(name.decode(), (since, [], 0))
-            heard[name.decode()] = (min(since, before[0]), [*before[1], queue], before[2] + holds)
+            before = heard.get(name.decode("utf-8", "replace"), (since, [], 0))
+            heard[name.decode("utf-8", "replace")] = (
+                min(since, before[0]),
+                [*before[1], queue],
+                before[2] + holds,
+            )
     alive = tuple(
-        WorkerStatus(name, tuple(queues), holds, since, since <= ttl)
+        WorkerStatus(name, tuple(dict.fromkeys(queues)), holds, since, since <= ttl)
         for name, (since, queues, holds) in sorted(heard.items())
     )
-    return now_ms, tuple(statuses), alive
+    return now_ms, tuple(whole(parts) for parts in statuses.values()), alive
 
 
 def _three(answer: list[Any], lane: int) -> tuple[Any, Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from taskmesh.monitoring import metrics
@@ -47,6 +48,24 @@ class QueueStatus:
     @property
     def pending(self) -> int:
         return sum(lane.pending for lane in self.lanes)
+
+
+def whole(parts: Sequence[QueueStatus]) -> QueueStatus:
+    """A queue as the sum of its partitions."""
+    if len(parts) == 1:
+        return parts[0]
+    lanes = tuple(
+        LaneStatus(lanes[0].lane, sum(lane.waiting for lane in lanes), sum(lane.pending for lane in lanes))
+        for lanes in zip(*(part.lanes for part in parts), strict=True)
+    )
+    return QueueStatus(
+        parts[0].name,
+        lanes,
+        sum(part.delayed for part in parts),
+        sum(part.dead for part in parts),
+        sum(part.parked for part in parts),
+        max((part.oldest_age for part in parts if part.oldest_age is not None), default=None),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,26 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar, overload
+from typing import Generic, NamedTuple, TypeVar, overload
 
 import msgspec
 
 from taskmesh.broker import blobs
 from taskmesh.broker.streams import Cancelled, Partition
-from taskmesh.codec import blob_chunks_of, decode_outcome, encode_outcome
-from taskmesh.errors import ResultTimeout, ResultUnavailable, TaskCancelled, TaskExpired, TaskFailed
+from taskmesh.codec import blob_of, decode_outcome, encode_outcome
+from taskmesh.errors import (
+    BrokerError,
+    DecodeError,
+    ResultTimeout,
+    ResultUnavailable,
+    TaskCancelled,
+    TaskExpired,
+    TaskFailed,
+)
 from taskmesh.messages import Outcome, Priority, Status
 from taskmesh.results.inbox import Inbox
 from taskmesh.signatures import convert
+from taskmesh.signing import digest_of
 from taskmesh.tasks import TaskDefinition
 
 R = TypeVar("R")
@@ -91,7 +100,9 @@ class Handle(Generic[R]):
             TaskFailed: the handler raised (or the exception itself, where its type is among the task's ``raises``).
             TaskCancelled, TaskExpired: it ended so.
             ResultTimeout: no outcome within ``timeout`` seconds; the task goes on.
-            ResultUnavailable: results are off for this task, or the record is gone.
+            ResultUnavailable: results are off for this task, or the record has expired. The latter is noticed where
+                not more than 2,000 messages wait in its partition; else the waiting goes on.
+            DecodeError: the outcome is damaged, over the size limit, or not signed as this Mesh wants it.
         """
         outcome = await self.outcome(timeout)
         if outcome.status is Status.SUCCEEDED:
@@ -109,7 +120,7 @@ class Handle(Generic[R]):
         """How the task ended, as a value; nothing is raised for a task that failed.
 
         Raises:
-            ResultTimeout, ResultUnavailable: as ``result``.
+            ResultTimeout, ResultUnavailable, DecodeError: as ``result``.
         """
         if self._outcome is None:
             if self._inbox is None:
@@ -143,7 +154,9 @@ class Handle(Generic[R]):
     async def _wait(self, inbox: Inbox, timeout: float | None) -> bytes:
         loop = asyncio.get_running_loop()
         give_up_at = math.inf if timeout is None else loop.time() + timeout
-        look_at = loop.time() + max(1.0, self._submitted + self._ttl - time.monotonic())
+        # Until then its record lives. Whoever was given the id may come when it has long expired.
+        known_until = self._submitted + self._ttl - time.monotonic() if self._own else 0.0
+        look_at = loop.time() + max(1.0, known_until)
         while True:
             try:
                 async with asyncio.timeout_at(min(give_up_at, look_at)):
@@ -151,20 +164,38 @@ class Handle(Generic[R]):
             except TimeoutError:
                 if loop.time() >= give_up_at:
                     raise ResultTimeout(f"{self} has no outcome after {timeout:g} s") from None
-            if await self._is_gone():
+            if await self._is_gone(inbox, give_up_at):
                 raise ResultUnavailable(f"the record of {self} has expired ({self._ttl:g} s after it ended)")
             look_at = loop.time() + max(1.0, self._ttl)
 
-    async def _is_gone(self) -> bool:
-        """Whether the message has ended so long ago that its record has expired."""
-        if self._place is None or "-" not in self._place or self._task.options.retry.attempts > 1:
+    async def _is_gone(self, inbox: Inbox, give_up_at: float) -> bool:
+        """Whether the message has ended so long ago that its record has expired; False where that is not known."""
+        try:
+            async with asyncio.timeout_at(give_up_at):
+                return not await self._is_in_its_place() and await inbox.search.is_gone(self.id)
+        except (TimeoutError, BrokerError):
+            return False
+
+    async def _is_in_its_place(self) -> bool:
+        if self._place is None or "-" not in self._place:
             return False
         entry = await self._partition.read(self._lane, self._place.encode(), 1)
-        return entry.message is None and await self._partition.result(self.id) is None
+        return entry.message is not None
 
     async def _decode(self, data: bytes) -> Outcome:
-        chunks = blob_chunks_of(data)
-        body = await blobs.download(self._partition, self.id, "result", chunks) if chunks else None
+        partition = self._partition
+        if partition.signer is not None:
+            data = partition.signer.read_outcome(self.id, data)
+        chunks, digest, run = blob_of(data)
+        if chunks > blobs.chunk_count(partition.max_payload_bytes):
+            raise DecodeError(
+                f"the outcome of {self} claims {chunks:,} MiB; the limit is {partition.max_payload_bytes:,} "
+                "bytes (MeshSettings.max_payload_bytes)"
+            )
+        kind = blobs.result_kind(run)
+        body = await blobs.download(partition, self.id, kind, chunks) if chunks else None
+        if body is not None and digest and digest_of(body) != digest:
+            raise DecodeError(f"the blob of {self}'s outcome is not the one that was signed")
         return decode_outcome(data, body)
 
     def _error(self, outcome: Outcome) -> Exception:
@@ -197,9 +228,18 @@ class Handle(Generic[R]):
             ``ENDED``: it had ended before.
         """
         ttl_ms = int(self._ttl * 1000)
+        signer = self._partition.signer
+        outcome = _CANCELLED if signer is None else signer.sign_outcome(self.id, _CANCELLED)
         return await self._partition.cancel(
-            self.id, self._lane, self._place, _CANCELLED, ttl_ms, self._blob_chunks
+            self.id, self._lane, self._place, outcome, ttl_ms, self._blob_chunks
         )
+
+
+class Route(NamedTuple):
+    """Where a message is, and where its outcome arrives; None where no results are kept."""
+
+    partition: Partition
+    inbox: Inbox | None
 
 
 class Handles(Sequence[Handle[R]]):
@@ -207,19 +247,13 @@ class Handles(Sequence[Handle[R]]):
     weigh what their ids do.
     """
 
-    __slots__ = ("_blob_chunks", "_ids", "_inbox", "_lane", "_partition", "_places", "_task", "_ttl")
+    __slots__ = ("_blob_chunks", "_ids", "_lane", "_places", "_route", "_task", "_ttl")
 
     def __init__(
-        self,
-        task: TaskDefinition,
-        partition: Partition,
-        inbox: Inbox | None,
-        ttl: float,
-        lane: Priority,
+        self, task: TaskDefinition, route: Callable[[str], Route], ttl: float, lane: Priority
     ) -> None:
         self._task = task
-        self._partition = partition
-        self._inbox = inbox
+        self._route = route
         self._ttl = ttl
         self._lane = lane
         self._ids: list[str] = []
@@ -249,8 +283,7 @@ class Handles(Sequence[Handle[R]]):
         return Handle(
             self._ids[index],
             self._task,
-            self._partition,
-            self._inbox,
+            *self._route(self._ids[index]),
             self._ttl,
             self._lane,
             self._places[index],

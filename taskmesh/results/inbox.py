@@ -13,8 +13,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from taskmesh.broker.caller import pause_before
+from taskmesh.broker.scripts import OPEN
 from taskmesh.broker.streams import Partition
 from taskmesh.errors import BrokerError, ResultUnavailable
+from taskmesh.results.search import Search
 from taskmesh.settings import MIB
 
 log = logging.getLogger("taskmesh.results")
@@ -49,10 +51,12 @@ class Inbox:
     Attributes:
         pushed: outcomes that arrived as pushes; a message that is settled once is pushed once.
         repeats: pushes of outcomes that had been pushed before, as far as they are remembered.
+        search: tells whether anything is left of a message.
     """
 
     def __init__(self, partition: Partition, producer: str) -> None:
         self._partition = partition
+        self.search = Search(partition)
         self._key = partition.keys.replies(producer)
         self._link = partition.caller.server.dedicated(partition.keys.tag)
         self._waits: dict[str, list[_Wait]] = {}
@@ -193,11 +197,9 @@ class Inbox:
                 self._deliver(message_id, data)
 
     async def _make_stream(self) -> bytes:
-        tag = self._partition.keys.tag
-        last: bytes = await self._partition.caller.command(
-            tag, "XADD", self._key, "MAXLEN", 1, "*", "opened", ""
+        last: bytes = await self._partition.caller.run(
+            OPEN, self._partition.keys.tag, [self._key], (STREAM_TTL_MS,)
         )
-        await self._partition.caller.command(tag, "PEXPIRE", self._key, STREAM_TTL_MS)
         return last
 
     async def _read(self, last: bytes) -> None:
@@ -241,7 +243,7 @@ class Inbox:
                 entries_since += 1
                 self.pushed += len(fields) // 2
                 for place in range(0, len(fields), 2):
-                    message_id = fields[place].decode()
+                    message_id = fields[place].decode("ascii", "replace")
                     self.repeats += message_id in self._pushed
                     self._pushed[message_id] = None
                     self._deliver(message_id, fields[place + 1])

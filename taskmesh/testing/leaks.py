@@ -28,7 +28,7 @@ class KeyLeaks:
         for url in self._urls:
             with redis.Redis.from_url(url) as client:
                 for key in client.scan_iter(count=1000):
-                    keys[key.decode()] = int(client.pttl(key))
+                    keys[key.decode("utf-8", "replace")] = int(client.pttl(key))
         return keys
 
     def found(self) -> set[str]:

@@ -23,6 +23,7 @@ from taskmesh.broker.liveness import live_workers
 from taskmesh.checkpoints.manifest import Part, digest_of
 from taskmesh.errors import DecodeError, ResultUnavailable, TaskCancelled, TaskFailed, TrainingError
 from taskmesh.events import Observers, ShardRefused
+from taskmesh.keys import partition_of
 from taskmesh.results.handle import Handle
 from taskmesh.tasks import MAX_DELIVERIES
 from taskmesh.tensors import FlatLayout
@@ -329,8 +330,11 @@ class _Gathering:
         client = self._collector.client
         unfinished = [handle for _, handle in self._handles if handle.id not in self._ended]
         await asyncio.gather(*(handle.cancel() for handle in unfinished), return_exceptions=True)
-        records = client.partition(self._setup.name).keys
-        await chunks.unlink(client.caller, [records.result(handle.id) for _, handle in self._handles])
+        records = [
+            client.partition(self._setup.name, partition_of(handle.id)).keys.result(handle.id)
+            for _, handle in self._handles
+        ]
+        await chunks.unlink(client.caller, records)
         gradients = [
             key
             for shard, handle in self._handles

@@ -60,7 +60,19 @@ class LedgerEntry(msgspec.Struct, frozen=True):
 
 
 _encode_entry = msgspec.msgpack.Encoder().encode
-decode_entry = msgspec.msgpack.Decoder(LedgerEntry).decode
+_decode_entry = msgspec.msgpack.Decoder(LedgerEntry).decode
+
+
+def decode_entry(data: bytes) -> LedgerEntry:
+    """Read an entry of the ledger.
+
+    Raises:
+        CheckpointError: the bytes are not one.
+    """
+    try:
+        return _decode_entry(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"an entry of the ledger is damaged: {error}") from None
 
 
 class Committer:

@@ -19,13 +19,11 @@ class Calls:
 
     Args:
         threads: how many handlers may run in threads at once.
-        worker: tells the worker's present name.
     """
 
-    def __init__(self, middlewares: list[Middleware], threads: int, worker: Callable[[], str]) -> None:
+    def __init__(self, middlewares: list[Middleware], threads: int) -> None:
         self._middlewares = middlewares
         self._thread_count = threads
-        self._worker = worker
         self._composed: Next | None = None
         self._threads: ThreadPoolExecutor | None = None
 
@@ -43,7 +41,7 @@ class Calls:
             delivery.source.queue,
             message.attempt,
             delivery.deliveries,
-            self._worker(),
+            delivery.source.worker.decode(),
             delivery.task.options.retry.attempts,
         )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Set
 
 import msgspec
 
+from taskmesh.broker.liveness import Steadiness
 from taskmesh.broker.streams import MAX_CANCEL_MARKS, Partition
 from taskmesh.messages import Message, Priority
 from taskmesh.tasks import TaskDefinition
@@ -15,7 +17,8 @@ class Delivery(msgspec.Struct, gc=False, eq=False):
     """One message in this worker's hands.
 
     Attributes:
-        data: the message as it came; another try is made of this, whatever the handler does to its arguments.
+        data: the message as it came, its signature taken off; another try is made of this, whatever the handler does
+            to its arguments.
         order: rises with every delivery that the worker receives.
         arrived: monotonic seconds.
     """
@@ -30,6 +33,10 @@ class Delivery(msgspec.Struct, gc=False, eq=False):
     order: int
     arrived: float
 
+    def __repr__(self) -> str:
+        """Without the arguments and the bytes."""
+        return f"<Delivery {self.entry.decode()} of {self.message}>"
+
 
 class Source:
     """One partition that the worker serves, and what it holds of it.
@@ -38,9 +45,15 @@ class Source:
         held: by lane, entry id -> delivery (None while it is being refused) of everything not settled yet.
         cancelled: ids of messages that someone wants cancelled, the newest last; most of them never come here.
         last_control: how far the control stream was read.
+        worker: this worker's name here. A worker that was struck off takes a new one.
+        accounts: held by whoever compares or changes, over a call, what is held here and at the server.
+        steadiness: since when the server has answered this worker's heartbeats here.
     """
 
-    def __init__(self, partition: Partition) -> None:
+    def __init__(self, partition: Partition, ttl: float) -> None:
+        self.worker = b""
+        self.accounts = asyncio.Lock()
+        self.steadiness = Steadiness(ttl)
         self.partition = partition
         self.keys = partition.keys
         self.queue = partition.keys.queue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import secrets
 from typing import Any
 
 import msgspec
@@ -12,23 +13,29 @@ import msgspec
 from taskmesh.broker import blobs
 from taskmesh.broker.streams import Settlement
 from taskmesh.codec import (
+    BlobClaim,
     decode_message,
+    decode_outcome,
     encode_blob_outcome,
     encode_message,
     encode_outcome,
     encode_success,
 )
-from taskmesh.errors import BrokerError, PayloadTooLarge
+from taskmesh.errors import BrokerError, DecodeError, InvalidArguments, PayloadTooLarge
 from taskmesh.events import Ending
-from taskmesh.keys import reply_producer
-from taskmesh.messages import Entry, Outcome, Status
-from taskmesh.settings import MeshSettings
+from taskmesh.keys import is_name, reply_producer
+from taskmesh.messages import Entry, Failure, Outcome, Status
+from taskmesh.settings import KIB, MeshSettings
+from taskmesh.signing import Untrusted
 from taskmesh.worker.deliveries import Delivery, Source
 from taskmesh.worker.outcome import failure_of, judge
+from taskmesh.worker.redact import redactor_of
 from taskmesh.worker.settle import Settler
+from taskmesh.worker.versions import misfit_pause, own_version, wire_ability
 
 log = logging.getLogger("taskmesh.worker")
 _SUCCEEDED = Status.SUCCEEDED.value
+KEPT_OF_TOO_LARGE = 64 * KIB
 
 
 class Endings:
@@ -61,7 +68,7 @@ class Endings:
 
     def succeeded(self, delivery: Delivery, value: Any, seconds: float) -> None:
         """The handler returned."""
-        task, message = delivery.task, delivery.message
+        task = delivery.task
         ttl_ms = self._ttl_ms(delivery)
         ending = Ending(task.name, _SUCCEEDED, seconds)
         if not ttl_ms:
@@ -73,10 +80,29 @@ class Endings:
             raised = TypeError(f"the result of task {task.name!r} cannot travel: {error}")
             self.failed(delivery, raised, seconds, final=True)
             return
+        self._succeeded(delivery, outcome, ttl_ms, ending)
+
+    def succeeded_with(self, delivery: Delivery, outcome: bytes, seconds: float) -> None:
+        """The handler returned in a process, which has encoded the outcome."""
+        ending = Ending(delivery.task.name, _SUCCEEDED, seconds)
+        ttl_ms = self._ttl_ms(delivery)
+        if ttl_ms:
+            self._succeeded(delivery, outcome, ttl_ms, ending)
+        else:
+            self._settle(delivery, "D", (), ending)
+
+    def keeps_result(self, delivery: Delivery) -> bool:
+        """Whether a record of its success is kept."""
+        return self._ttl_ms(delivery) > 0
+
+    def _succeeded(self, delivery: Delivery, outcome: bytes, ttl_ms: int, ending: Ending) -> None:
+        message = delivery.message
         if len(outcome) > self._settings.inline_limit_bytes:
-            self._upload(delivery, outcome, ttl_ms, seconds)
+            self._upload(delivery, outcome, ttl_ms, ending.seconds)
             return
-        keys = delivery.source.keys
+        keys, signer = delivery.source.keys, delivery.source.partition.signer
+        if signer is not None:
+            outcome = signer.sign_outcome(message.id, outcome)
         self._settlers[delivery.source].add(
             delivery.lane,
             Settlement(
@@ -98,20 +124,42 @@ class Endings:
         task, message = delivery.task, delivery.message
         verdict = judge(error, message.attempt, task.options.retry, self._draw())
         if verdict.delay is not None and not final:
-            again = msgspec.structs.replace(decode_message(delivery.data), attempt=message.attempt + 1)
-            arguments = (encode_message(again), int(verdict.delay * 1000))
-            self._settle(
-                delivery, "R", arguments, Ending(task.name, Status.RETRIED.value, seconds), keep_blobs=True
-            )
+            self._retried(delivery, verdict.delay, seconds)
             return
-        failure = failure_of(error, self._engine_files)
-        log.warning("task %s (%s) failed: %s: %s", task.name, message.id, failure.type, failure.message)
-        outcome = encode_outcome(Outcome(Status.FAILED, failure=failure))
-        self._with_outcome(delivery, "F", outcome, Status.FAILED, seconds, verdict.reason)
+        failure = failure_of(error, self._engine_files, redactor_of(task, message, delivery.data))
+        self._failed(delivery, failure, verdict.reason, seconds)
 
-    def died(self, delivery: Delivery) -> None:
-        """The workers that had the message died too often."""
-        text = f"{delivery.deliveries - 1} workers died with this message in hand"
+    def failed_with(
+        self, delivery: Delivery, outcome: bytes, delay: float | None, reason: str, seconds: float
+    ) -> None:
+        """The handler raised in a process, which has encoded the outcome and judged it.
+
+        Args:
+            delay: seconds until another try; None when it was the last.
+        """
+        failure = decode_outcome(outcome).failure
+        if delay is not None:
+            self._retried(delivery, delay, seconds)
+        elif failure is not None:
+            self._failed(delivery, failure, reason, seconds)
+
+    def _retried(self, delivery: Delivery, delay: float, seconds: float) -> None:
+        again = msgspec.structs.replace(decode_message(delivery.data), attempt=delivery.message.attempt + 1)
+        signer = delivery.source.partition.signer
+        data = encode_message(again)
+        arguments = (data if signer is None else signer.sign(data), int(delay * 1000))
+        ending = Ending(delivery.task.name, Status.RETRIED.value, seconds)
+        self._settle(delivery, "R", arguments, ending, keep_blobs=True)
+
+    def _failed(self, delivery: Delivery, failure: Failure, reason: str, seconds: float) -> None:
+        name, message = delivery.task.name, delivery.message
+        log.warning("task %s (%s) failed: %s: %s", name, message.id, failure.type, failure.message)
+        outcome = encode_outcome(Outcome(Status.FAILED, failure=failure))
+        self._with_outcome(delivery, "F", outcome, Status.FAILED, seconds, reason)
+
+    def died(self, delivery: Delivery, text: str | None = None) -> None:
+        """Too many have died with the message: workers, unless ``text`` says otherwise."""
+        text = text or f"{delivery.deliveries - 1} workers died with this message in hand"
         error = RuntimeError(text)
         outcome = encode_outcome(Outcome(Status.FAILED, failure=failure_of(error, ())))
         log.error("task %s (%s): %s", delivery.task.name, delivery.message.id, text)
@@ -121,9 +169,25 @@ class Endings:
         """Cancelled, or expired before it started."""
         self._with_outcome(delivery, "C", encode_outcome(Outcome(status)), status, seconds)
 
-    def refused(self, source: Source, entry: Entry, order: int, reason: str) -> None:
-        """The entry cannot be decoded; one that was deleted under the worker is acknowledged alone."""
-        kind, arguments = ("D", ()) if entry.message is None else ("G", (f"undecodable: {reason}",))
+    def unreadable(self, delivery: Delivery, error: DecodeError) -> None:
+        """The arguments beside the message are gone, or not what they should be."""
+        reason = _why_unread(error)
+        log.error("task %s (%s): %s", delivery.task.name, delivery.message.id, reason)
+        outcome = encode_outcome(Outcome(Status.FAILED, failure=failure_of(error, ())))
+        self._with_outcome(delivery, "F", outcome, Status.FAILED, 0.0, reason)
+
+    def refused(self, source: Source, entry: Entry, order: int, error: DecodeError) -> None:
+        """The entry cannot be read; one that was deleted under the worker is acknowledged alone."""
+        kind: str = "D"
+        arguments: tuple[str | int, ...] = ()
+        if entry.message is not None:
+            reason = _why_unread(error)
+            kept = len(entry.message)
+            if kept > source.partition.max_payload_bytes:
+                kept = min(KEPT_OF_TOO_LARGE, source.partition.max_payload_bytes)
+                reason += f"; its first {kept:,} bytes are kept"
+            log.warning("queue %s: entry %s is refused: %s", source.queue, entry.id.decode(), reason)
+            kind, arguments = "G", (reason, kept)
         self._settlers[source].add(
             entry.lane,
             Settlement(entry.id, kind, order, arguments=arguments),
@@ -132,16 +196,63 @@ class Endings:
 
     def unknown(self, source: Source, entry: Entry, order: int, task: str) -> None:
         """No such task here: given to a worker that knows it, or parked."""
+        if not is_name(task):
+            self.refused(source, entry, order, DecodeError("the name of the task is damaged"))
+            return
         self._settlers[source].add(
             entry.lane,
             Settlement(entry.id, "U", order, arguments=(task,)),
             Ending(task, Status.UNKNOWN.value, 0.0),
         )
 
+    def other_version(self, source: Source, entry: Entry, order: int, version: int) -> None:
+        """Of a wire version that is not read here: given to a worker that reads it, or parked."""
+        self._settlers[source].add(
+            entry.lane,
+            Settlement(entry.id, "U", order, arguments=(wire_ability(version),)),
+            Ending("", Status.UNKNOWN.value, 0.0),
+        )
+
+    def misfit(self, delivery: Delivery, error: InvalidArguments, patience: float) -> None:
+        """The arguments do not fit the handler here: they wait for one that takes them, or fail at last.
+
+        At the second meeting with the same signature the message is given to a worker that has another. Not at the
+        first: two signatures of which neither fits would hand it to and fro.
+        """
+        task, message = delivery.task, delivery.message
+        pause = misfit_pause(message.misfits, patience)
+        if pause is None:
+            self.failed(delivery, error, 0.0, final=True)
+            return
+        fingerprint = task.signature.fingerprint
+        again = msgspec.structs.replace(
+            decode_message(delivery.data), misfits=message.misfits + 1, unfit=fingerprint
+        )
+        signer = delivery.source.partition.signer
+        data = encode_message(again)
+        arguments = (data if signer is None else signer.sign(data), int(pause * 1000))
+        text = failure_of(error, (), redactor_of(task, message, delivery.data)).message
+        log.warning("%s (%s): it waits for a worker of another version", text, message.id)
+        ending = Ending(task.name, Status.UNKNOWN.value, 0.0)
+        if message.unfit == fingerprint:
+            who = (task.name, own_version(task))
+            self._settle(delivery, "W", (*who, *arguments), ending, keep_blobs=True)
+        else:
+            self._settle(delivery, "R", arguments, ending, keep_blobs=True)
+
     def _with_outcome(
-        self, delivery: Delivery, kind: str, outcome: bytes, status: Status, seconds: float, *more: str
+        self,
+        delivery: Delivery,
+        kind: str,
+        outcome: bytes,
+        status: Status,
+        seconds: float,
+        *more: str,
+        written: tuple[bytes, ...] = (),
     ) -> None:
-        message, keys = delivery.message, delivery.source.keys
+        message, keys, signer = delivery.message, delivery.source.keys, delivery.source.partition.signer
+        if signer is not None:
+            outcome = signer.sign_outcome(message.id, outcome)
         self._settlers[delivery.source].add(
             delivery.lane,
             Settlement(
@@ -152,6 +263,7 @@ class Endings:
                 keys.replies(reply_producer(message.id)),
                 (outcome, self._ttl_ms(delivery), *more),
                 () if kind == "F" else self._blobs(delivery),
+                written,
             ),
             Ending(delivery.task.name, status.value, seconds),
         )
@@ -207,15 +319,23 @@ class Endings:
         self, delivery: Delivery, outcome: bytes, ttl_ms: int, seconds: float
     ) -> None:
         partition, message = delivery.source.partition, delivery.message
+        digest = b"" if partition.signer is None else partition.signer.digest(outcome[3:])
+        run = secrets.token_hex(4)
         pause = 0.05
         chunks = 0
         while not chunks:
             try:
-                chunks = await blobs.upload(partition, message.id, "result", outcome[3:], ttl_ms)
+                chunks = await blobs.upload(
+                    partition, message.id, blobs.result_kind(run), outcome[3:], ttl_ms
+                )
             except BrokerError as error:  # full or away: the result waits until there is room for it
                 log.warning("the result of %s waits: %s", message.id, error)
                 await asyncio.sleep(pause)
                 pause = min(2.0, pause * 2)
-        self._with_outcome(
-            delivery, "S", encode_blob_outcome(Status.SUCCEEDED, chunks), Status.SUCCEEDED, seconds
-        )
+        claim = encode_blob_outcome(Status.SUCCEEDED, BlobClaim(chunks, digest, run))
+        keys = blobs.chunk_keys(partition, message.id, blobs.result_kind(run), chunks)
+        self._with_outcome(delivery, "S", claim, Status.SUCCEEDED, seconds, written=tuple(keys))
+
+
+def _why_unread(error: DecodeError) -> str:
+    return f"{'not trusted' if isinstance(error, Untrusted) else 'undecodable'}: {error}"

@@ -12,54 +12,46 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from taskmesh.errors import InvalidArguments
 from taskmesh.messages import Status
 from taskmesh.settings import WorkerSettings
-from taskmesh.tasks import Context, TaskDefinition
+from taskmesh.tasks import TaskDefinition
 from taskmesh.worker.batching import Batcher
 from taskmesh.worker.calls import Calls
 from taskmesh.worker.deliveries import Delivery
 from taskmesh.worker.drive import LoopGone, drive
 from taskmesh.worker.eager import start_now
 from taskmesh.worker.endings import Endings
+from taskmesh.worker.isolate import Isolated
 from taskmesh.worker.ready import Ready
+from taskmesh.worker.runs import Run
 
 log = logging.getLogger("taskmesh.worker")
 TIME_SLICE = 0.002
-
-
-class Run:
-    """One handler that is under way and has suspended (or runs in a thread)."""
-
-    __slots__ = ("context", "deliveries", "ended", "in_thread", "reason", "started", "task", "timer")
-
-    def __init__(
-        self, deliveries: list[Delivery], started: float, context: Context | None, in_thread: bool
-    ) -> None:
-        self.deliveries = deliveries
-        self.started = started
-        self.context = context
-        self.in_thread = in_thread
-        self.task: asyncio.Task[Any] | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        self.reason: str | None = None
-        self.ended: set[int] = set()  # orders of deliveries that were ended early
 
 
 class Executor:
     """Runs what the fetchers bring.
 
     Attributes:
+        isolated: the line before the processes.
         active: handlers that are under way beyond a runner's current step.
         current: start and time limit of a handler's first step, for the watchdog.
     """
 
     def __init__(
-        self, settings: WorkerSettings, endings: Endings, calls: Calls, on_room: Callable[[], None]
+        self,
+        settings: WorkerSettings,
+        endings: Endings,
+        calls: Calls,
+        isolated: Isolated,
+        on_room: Callable[[], None],
     ) -> None:
         self._settings = settings
         self._endings = endings
         self._calls = calls
         self._on_room = on_room
+        self.isolated = isolated
         self._ready = Ready()
         self._runs: set[Run] = set()
         self._runners: set[asyncio.Task[None]] = set()
@@ -71,7 +63,8 @@ class Executor:
     @property
     def waiting(self) -> int:
         """Deliveries that have not started."""
-        return len(self._ready) + sum(batcher.waiting for batcher in self._batchers.values())
+        waiting = len(self._ready) + sum(batcher.waiting for batcher in self._batchers.values())
+        return waiting + len(self.isolated) if self.isolated else waiting
 
     @property
     def free(self) -> int:
@@ -80,10 +73,15 @@ class Executor:
 
     def accept(self, delivery: Delivery) -> None:
         """Queue a delivery; call ``dispatch`` after the last one."""
-        self._ready.add(delivery)
+        if (delivery.deliveries > 1 or delivery.task.options.process) and self.isolated.takes(delivery):
+            self.isolated.add(delivery)
+        else:
+            self._ready.add(delivery)
 
     def dispatch(self) -> None:
         """See that what is ready is looked at."""
+        if self.isolated:
+            self._start_in_processes()
         if not self._starting and self.active < self._settings.concurrency and self._ready:
             self._start_runners(1)
 
@@ -121,6 +119,8 @@ class Executor:
     def _release(self) -> None:
         """A slot is free again."""
         self.active -= 1
+        if self.isolated:
+            self._start_in_processes()
         if self.active + self._starting < self._settings.concurrency and self._ready:
             # At once: behind everybody who has just woken up, the slot would stand empty meanwhile.
             self._starting += 1
@@ -150,15 +150,15 @@ class Executor:
         timeout = task.options.timeout
         try:
             args, kwargs = task.signature.convert(message.args, message.kwargs)
-        except Exception as error:  # InvalidArguments, or whatever a user's own type raises
-            self._endings.failed(delivery, error, 0.0, final=True)
+        except Exception as error:
+            self._not_taken(delivery, error)
             return False
         context = self._calls.context_if_wanted(delivery)
         run: Run | None = None
 
         def on_suspend() -> None:
             nonlocal run
-            run = Run([delivery], started, context, not task.is_async)
+            run = Run([delivery], started, context, in_thread=not task.is_async)
             self._suspended(run, timeout)
 
         self.current = None if timeout is None else (started, timeout)
@@ -185,8 +185,18 @@ class Executor:
         self._forget(run)
         return True
 
+    def _not_taken(self, delivery: Delivery, error: Exception) -> None:
+        """The arguments do not fit, or a type of the user's raised over them."""
+        if isinstance(error, InvalidArguments):
+            self._endings.misfit(delivery, error, self._settings.misfit_patience)
+        else:
+            self._endings.failed(delivery, error, 0.0, final=True)
+
     def _forget(self, run: Run) -> None:
         self._runs.discard(run)
+        self._forget_timer(run)
+
+    def _forget_timer(self, run: Run) -> None:
         if run.timer is not None:
             run.timer.cancel()
 
@@ -204,6 +214,38 @@ class Executor:
         elif reason is None:
             self._endings.failed(delivery, error, seconds)
         # "drain": it stays held, and the drain hands it back
+
+    # processes
+
+    def _start_in_processes(self) -> None:
+        while self.active < self._settings.concurrency:
+            delivery = self.isolated.next()
+            if delivery is None:
+                return
+            self.active += 1
+            self._keep(asyncio.get_running_loop().create_task(self._run_in_process(delivery)))
+
+    async def _run_in_process(self, delivery: Delivery) -> None:
+        run = Run([delivery], time.monotonic(), None, in_process=True)
+        run.task = asyncio.current_task()
+        self._runs.add(run)
+        try:
+            await self.isolated.run(delivery, lambda: self._time(run))
+        except asyncio.CancelledError as error:
+            self._stopped(run, delivery, error)
+        except Exception as error:
+            self._not_taken(delivery, error)
+        finally:
+            self._forget(run)
+            self._release()
+
+    def _time(self, run: Run) -> None:
+        """The handler begins now: its time counts from here, in each process that it is tried in."""
+        self._forget_timer(run)
+        run.started = time.monotonic()
+        timeout = run.deliveries[0].task.options.timeout
+        if timeout is not None:
+            run.timer = asyncio.get_running_loop().call_later(timeout, self.stop, run, "timeout")
 
     # batches
 
@@ -225,7 +267,8 @@ class Executor:
 
     async def _run_batch(self, deliveries: list[Delivery]) -> None:
         task = deliveries[0].task
-        run = Run(deliveries, time.monotonic(), self._calls.context(deliveries[0]), not task.is_async)
+        context = self._calls.context(deliveries[0])
+        run = Run(deliveries, time.monotonic(), context, in_thread=not task.is_async)
         run.task = asyncio.current_task()
         if task.options.timeout is not None:
             run.timer = asyncio.get_running_loop().call_later(task.options.timeout, self.stop, run, "timeout")
@@ -236,7 +279,7 @@ class Executor:
                 args, _ = task.signature.convert(delivery.message.args, delivery.message.kwargs)
                 items.append((delivery, args[0]))
             except Exception as error:
-                self._endings.failed(delivery, error, 0.0, final=True)
+                self._not_taken(delivery, error)
         try:
             if items:
                 await self._run_rows(run, items)
@@ -314,14 +357,15 @@ class Executor:
                     run.ended.add(delivery.order)  # the rows beside it go on
                     self._endings.dropped(delivery, Status.CANCELLED)
                 return True
-        if self._ready.remove(delivery) or any(b.remove(delivery) for b in self._batchers.values()):
+        waited = self._ready.remove(delivery) or self.isolated.remove(delivery)
+        if waited or any(b.remove(delivery) for b in self._batchers.values()):
             self._endings.dropped(delivery, Status.CANCELLED)
             return True
         return False
 
     def take_waiting(self) -> list[Delivery]:
         """Everything that has not started; it is the caller's now."""
-        taken = self._ready.take()
+        taken = self._ready.take() + self.isolated.take()
         for batcher in self._batchers.values():
             taken += batcher.take()
         return taken
@@ -329,7 +373,8 @@ class Executor:
     def longest_timeout(self) -> float | None:
         """The longest that a handler under way may take; None when one has no limit, or none runs. Any thread."""
         try:
-            timeouts = [delivery.task.options.timeout for run in self._runs for delivery in run.deliveries]
+            runs = [run for run in self._runs if not run.in_process]
+            timeouts = [delivery.task.options.timeout for run in runs for delivery in run.deliveries]
         except RuntimeError:  # the runs have changed meanwhile: the loop is at work
             return None
         limits = [timeout for timeout in timeouts if timeout is not None]
@@ -347,6 +392,7 @@ class Executor:
         for runner in self._runners:
             runner.cancel()
         self._calls.close()
+        self.isolated.close()
 
     async def drain(self, timeout: float) -> None:
         """Wait for the handlers under way, then cancel them. One that swallows even that is left behind."""
@@ -359,6 +405,7 @@ class Executor:
         if self._runners:
             await asyncio.wait(self._runners, timeout=1.0)
         self._calls.close()
+        self.isolated.close()
 
 
 def _nothing() -> None:

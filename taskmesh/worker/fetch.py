@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from taskmesh.broker.caller import pause_before
@@ -23,14 +24,17 @@ from taskmesh.worker.deliveries import Source
 log = logging.getLogger("taskmesh.worker")
 BLOCK = 5.0
 REPLY_MARGIN = 5.0
+WAITING_SHARE = 16
 
 
 class Host(Protocol):
     """Who takes the entries, and says how many are welcome."""
 
-    worker: bytes
-
     def room(self, source: Source) -> int: ...
+
+    def asking(self, count: int) -> AbstractContextManager[None]:
+        """While it lasts, so many deliveries may be on their way, and room is kept for them."""
+        ...
 
     async def wait_for_room(self, source: Source) -> None: ...
 
@@ -47,12 +51,14 @@ class Fetcher:
     Args:
         longest_wait: seconds that a read may block. Shorter than the liveness TTL, so that a worker that was struck
             off does not go on receiving under its old name.
+        beside: how many fetchers the worker has. Those that wait keep no room, so each waits for little.
     """
 
-    def __init__(self, source: Source, host: Host, longest_wait: float) -> None:
+    def __init__(self, source: Source, host: Host, longest_wait: float, beside: int) -> None:
         self._source = source
         self._host = host
         self._block_ms = int(min(BLOCK, longest_wait) * 1000)
+        self._share = WAITING_SHARE * beside
         self._partition = source.partition
         self._link = source.partition.caller.server.dedicated(source.keys.tag)
         self._stopping = False
@@ -112,10 +118,10 @@ class Fetcher:
 
     async def _fetch(self, room: int, idle: bool) -> bool:
         """One fetch; True when there may be more where it came from."""
-        source, worker = self._source, self._host.worker
+        source, worker = self._source, self._source.worker
         keys = source.keys
         quotas = lane_quotas(room, self._turn)
-        asked = max(1, room // 16) if idle else room
+        asked = max(1, room // self._share) if idle else room
         if idle:
             read = self._partition.wait_command(worker, asked, self._block_ms)
             timeout = self._block_ms / 1000 + REPLY_MARGIN
@@ -124,16 +130,20 @@ class Fetcher:
             timeout = REPLY_MARGIN
         # The control stream is read right behind the delivery: whoever was cancelled before it is known here.
         control = ("XREAD", "COUNT", CONTROL_LENGTH, "STREAMS", keys.control, source.last_control)
-        if self._client is None or self._client[0] != self._link.generation:
-            self._client = (self._link.generation, int(await self._link.call("CLIENT", "ID")))
-        reply, control_reply, time = await self._link.call_many([read, control, ("TIME",)], timeout)
+        with self._host.asking(0 if idle else asked):
+            if self._client is None or self._client[0] != self._link.generation:
+                self._client = (self._link.generation, int(await self._link.call("CLIENT", "ID")))
+            reply, control_reply, time = await self._link.call_many([read, control, ("TIME",)], timeout)
         for answer in (control_reply, time, reply):
             if isinstance(answer, BrokerError):
                 raise answer
         if control_reply:
             self._host.control(source, control_reply[0][1])
         entries = self._partition.read_waited(reply) if idle else read_fetched(reply)
-        if entries:
+        if entries and worker != source.worker:
+            # Struck off meanwhile: they were delivered to a name that is no longer this worker's.
+            await self._partition.hand_back(worker, [(entry.lane, entry.id) for entry in entries])
+        elif entries:
             self._turn += len(entries)
             now_ms = int(time[0]) * 1000 + int(time[1]) // 1000 + self._partition.caller.clock.offset_ms
             self._host.take_in(source, entries, now_ms)
@@ -141,22 +151,30 @@ class Fetcher:
 
     async def _adopt(self) -> None:
         """Take in what the server delivered and this worker never saw."""
+        async with self._source.accounts:  # what is being handed back is neither here nor there
+            await self._adopt_lacking()
+
+    async def _adopt_lacking(self) -> None:
         self._adopt_now = False
+        source, worker = self._source, self._source.worker
+        before = tuple(frozenset(lane) for lane in source.held)  # it may be settled while the server is asked
         try:
             lacking = [
                 (lane, entry_id, deliveries)
-                for lane, entry_id, deliveries in await self._partition.own_pending(self._host.worker)
-                if entry_id not in self._source.held[lane]
+                for lane, entry_id, deliveries in await self._partition.own_pending(worker)
+                if entry_id not in before[lane] and entry_id not in source.held[lane]
             ]
             if not lacking:
                 return
             entries = [await self._partition.read(*item) for item in lacking]
-            seconds, micros = await self._partition.caller.command(self._source.keys.tag, "TIME")
+            seconds, micros = await self._partition.caller.command(source.keys.tag, "TIME")
         except BrokerError:
             self._adopt_now = True
             raise
+        if worker != source.worker:
+            return  # struck off meanwhile: they are others' now
         now_ms = int(seconds) * 1000 + int(micros) // 1000 + self._partition.caller.clock.offset_ms
-        fresh = [entry for entry in entries if entry.id not in self._source.held[entry.lane]]
+        fresh = [entry for entry in entries if entry.id not in source.held[entry.lane]]
         log.info("queue %s: adopted %d deliveries", self._source.queue, len(fresh))
         self._host.take_in(self._source, fresh, now_ms)
 

@@ -1,98 +1,207 @@
-"""The lease: a heartbeat from a thread of its own, on connections of its own, so that a blocked event loop does
-not lose it."""
+"""The lease's carrier: a thread, or a child process where no thread of this process can be relied on.
+
+Either has connections and an event loop of its own, so that a blocked loop does not lose the lease. A C call that
+holds the interpreter lock for longer than the TTL starves a thread, but not the child.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
 
-from redis import exceptions as redis_errors
-from redis.connection import AbstractConnection
+import msgspec
 
-from taskmesh.broker.scripts import HEARTBEAT
-from taskmesh.errors import BrokerError
-from taskmesh.worker.deliveries import Source
+from taskmesh.broker.liveness import BEATS_PER_TTL, Beat
+from taskmesh.worker.lease import Keeper, Place, Plan, Report, Word
 
 log = logging.getLogger("taskmesh.worker")
 EXIT_BLOCKED = 70
+LEASE_PROCESS = "taskmesh.worker.lease_process"
 
 
-class Heartbeat(threading.Thread):
-    """Renews the lease in every partition about four times in a TTL.
+class Host(Protocol):
+    """The worker, as its heartbeat sees it; everything is called from other threads."""
 
-    ``struck_off`` is called, from this thread, with a partition in which the worker is no longer on the list.
-    ``overrun`` tells by how many seconds the event loop has overrun what it may take; past ``grace`` the process ends,
-    since nothing else can end a handler that never gives the loop back.
-    """
+    def name_in(self, number: int) -> bytes:
+        """The present name in a place; empty while its lease is not to be renewed."""
+        ...
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        ttl: float,
-        worker: Callable[[], bytes],
-        struck_off: Callable[[Source], object],
-        overrun: Callable[[], float],
-        grace: float,
-    ) -> None:
-        super().__init__(name="taskmesh heartbeat", daemon=True)
-        self._sources = sources
-        self._interval = ttl / 4
-        self._worker = worker
-        self._struck_off = struck_off
-        self._overrun = overrun
-        self._grace = grace
-        self._ended = threading.Event()
-        self._connections: dict[bytes, AbstractConnection] = {}
+    def offset_ms(self) -> int: ...
 
-    def run(self) -> None:
-        due = time.monotonic() + self._interval
-        while not self._ended.wait(max(0.0, due - time.monotonic())):
-            due = time.monotonic() + self._interval
-            for source in self._sources:
-                if not self._beat(source):
-                    due = min(due, time.monotonic() + self._interval / 4)
-            if self._overrun() > self._grace:
-                log.critical("the event loop has been blocked for too long; this worker ends")
-                os._exit(EXIT_BLOCKED)
-        for connection in self._connections.values():
-            _disconnect(connection)
+    def heard(self, number: int, beat: Beat) -> None: ...
 
-    def _beat(self, source: Source) -> bool:
-        """Renew one lease; False where the server did not answer."""
-        server, keys = source.partition.caller.server, source.keys
-        shared = keys.tag if server.is_cluster else b""
-        try:
-            connection = self._connections.get(shared)
-            if connection is None:
-                connection = server.blocking_connection(keys.tag, timeout=max(1.0, self._interval * 2))
-                self._connections[shared] = connection
-            worker = self._worker()
-            offset_ms = source.partition.caller.clock.offset_ms
-            connection.send_command(  # type: ignore[no-untyped-call]
-                "EVAL", HEARTBEAT.source, 1, keys.workers, offset_ms, worker
-            )
-            if connection.read_response() is None and worker == self._worker():
-                self._struck_off(source)
-            return True
-        except (redis_errors.RedisError, OSError, BrokerError) as error:
-            log.debug("heartbeat on queue %s: %s", source.queue, error)
-            lost = self._connections.pop(shared, None)
-            if lost is not None:
-                _disconnect(lost)
-            return False
+    def slack(self) -> float | None:
+        """Seconds for which the event loop may go on being blocked; below 0 when the running handlers have overrun
+        their limits, None when one of them has no limit."""
+        ...
+
+
+class Heartbeat(Protocol):
+    """What carries the lease."""
+
+    def start(self) -> None:
+        """Begin."""
+        ...
 
     def end(self) -> None:
-        """Renew nothing more: the lease runs out, unless the worker has left. Does not wait for the thread."""
-        self._ended.set()
+        """Renew nothing more: the lease runs out, unless the worker has left. Does not wait."""
+        ...
 
     def stop(self) -> None:
-        """End the thread."""
+        """End, and wait for it."""
+        ...
+
+
+class ThreadHeartbeat(threading.Thread):
+    """A thread. Past ``grace`` seconds of overrun it ends the process, since nothing else can end a handler that
+    never gives the loop back."""
+
+    def __init__(self, url: str, places: Sequence[Place], ttl: float, host: Host, grace: float) -> None:
+        super().__init__(name="taskmesh heartbeat", daemon=True)
+        self._ttl = ttl
+        self._host = host
+        self._grace = grace
+        self._keeper = Keeper(url, places, ttl, host.name_in, host.offset_ms, host.heard)
+        self._loop = asyncio.SelectorEventLoop()
+        self._ended = False
+
+    def run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._keep())
+        except asyncio.CancelledError:
+            pass
+        finally:
+            self._loop.close()
+
+    async def _keep(self) -> None:
+        keeping = asyncio.create_task(self._keeper.run())
+        try:
+            while not self._ended:
+                await asyncio.wait([keeping], timeout=self._ttl / BEATS_PER_TTL)
+                _end_if_blocked(self._host.slack(), self._grace)
+                if keeping.done():
+                    break
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+    def end(self) -> None:
+        self._ended = True
+        try:
+            self._loop.call_soon_threadsafe(self._cancel_all)
+        except RuntimeError:  # closed: it has ended
+            pass
+
+    def _cancel_all(self) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+
+    def stop(self) -> None:
         self.end()
-        self.join(timeout=self._interval * 2 + 1)
+        if self.is_alive():
+            self.join(timeout=self._ttl + 1)
 
 
-def _disconnect(connection: AbstractConnection) -> None:
-    connection.disconnect()  # type: ignore[no-untyped-call]
+class ProcessHeartbeat:
+    """A child process (``lease_process.py``), and a thread that talks to it and starts it again if it dies.
+
+    The child ends a worker that has not said a word for longer than its handlers and ``grace`` allow.
+    """
+
+    def __init__(self, url: str, places: Sequence[Place], ttl: float, host: Host, grace: float) -> None:
+        self._plan = Plan(url, list(places), ttl, os.getpid())
+        self._host = host
+        self._grace = grace
+        self._interval = ttl / BEATS_PER_TTL / 2
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._process = self._launch()
+        self._talker = threading.Thread(target=self._talk, name="taskmesh heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._talker.start()
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", LEASE_PROCESS],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)},
+            start_new_session=True,  # a terminal's Ctrl-C is the worker's business
+        )
+        _say(process, self._plan)  # not on the command line, which others can read: the URL has a password
+        listen = threading.Thread(target=self._listen, args=[process], name="taskmesh lease", daemon=True)
+        listen.start()
+        return process
+
+    def _talk(self) -> None:
+        while not self._ended.wait(self._interval):
+            slack = self._host.slack()
+            _end_if_blocked(slack, self._grace)
+            names = [self._host.name_in(number) for number in range(len(self._plan.places))]
+            patience = None if slack is None else slack + self._grace
+            word = Word(names, self._host.offset_ms(), patience, time.monotonic())
+            try:
+                _say(self._process, word)
+            except (OSError, ValueError):
+                self._launch_again()
+
+    def _launch_again(self) -> None:
+        with self._lock:
+            if not self._ended.is_set():
+                log.error("the heartbeat's process has died; another one starts")
+                self._process.wait()
+                self._process = self._launch()
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                report = msgspec.json.decode(line, type=Report)
+                self._host.heard(report.place, report.beat)
+
+    def end(self) -> None:
+        with self._lock:
+            self._ended.set()
+            self._process.kill()
+
+    def stop(self) -> None:
+        self.end()
+        self._process.wait()
+        if self._talker.is_alive():
+            self._talker.join(timeout=1.0)
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except OSError:  # what was left to say
+            pass
+
+
+def _say(process: subprocess.Popen[bytes], what: Plan | Word) -> None:
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(what) + b"\n")
+    process.stdin.flush()
+
+
+def _end_if_blocked(slack: float | None, grace: float) -> None:
+    if slack is not None and slack < -grace:
+        log.critical("the event loop has been blocked for too long; this worker ends")
+        os._exit(EXIT_BLOCKED)
+
+
+def new_heartbeat(
+    kind: str, url: str, places: Sequence[Place], ttl: float, host: Host, grace: float
+) -> Heartbeat:
+    """A "thread" or a "process"."""
+    make: Callable[[str, Sequence[Place], float, Host, float], Heartbeat]
+    make = ProcessHeartbeat if kind == "process" else ThreadHeartbeat
+    return make(url, places, ttl, host, grace)

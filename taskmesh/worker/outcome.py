@@ -10,6 +10,7 @@ from taskmesh.codec import pack_value
 from taskmesh.errors import InvalidArguments, PayloadTooLarge
 from taskmesh.messages import Failure
 from taskmesh.tasks import Retry, RetryLater, type_name
+from taskmesh.worker.redact import Redact, redact_arguments
 
 MAX_TRACEBACK_CHARACTERS = 16_000
 NEVER_RETRIED = (InvalidArguments, PayloadTooLarge)
@@ -42,20 +43,29 @@ def judge(error: BaseException, attempt: int, retry: Retry, draw: float) -> Verd
     return Verdict(max(0.0, pause), f"attempt {attempt} of {retry.attempts} failed")
 
 
-def failure_of(error: BaseException, engine_frames: tuple[str, ...]) -> Failure:
-    """An exception as it travels; frames of the files named are left out of its traceback."""
+def failure_of(error: BaseException, engine_frames: tuple[str, ...], redact: Redact | None = None) -> Failure:
+    """An exception as it travels; frames of the files named are left out of its traceback.
+
+    Args:
+        redact: takes out of every text what is nobody's business.
+    """
     text = "".join(
         traceback.format_exception(type(error), error, _without(error.__traceback__, engine_frames))
     )
+    message = _message(error)
+    if redact is not None:  # before the text is cut: half a secret would not be found
+        text, message = redact(text), redact(message)
     if len(text) > MAX_TRACEBACK_CHARACTERS:
         half = MAX_TRACEBACK_CHARACTERS // 2
         text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
     try:
         args = tuple(error.args)
         pack_value(args)
+        if redact is not None:
+            args = redact_arguments(args, redact)
     except Exception:
         args = ()
-    return Failure(type_name(type(error)), _as_utf8(_message(error)), _as_utf8(text), args)
+    return Failure(type_name(type(error)), _as_utf8(message), _as_utf8(text), args)
 
 
 def _message(error: BaseException) -> str:

@@ -7,20 +7,22 @@ handed back; everything is settled; the worker leaves its queues; last of all th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from taskmesh.broker.liveness import NO_ANSWER, STRUCK_OFF, Beat
 from taskmesh.broker.scripts import FETCH, SETTLE
 from taskmesh.broker.streams import CONTROL_LENGTH, Partition
 from taskmesh.errors import BrokerError
 from taskmesh.events import Observer, Observers, WorkerLost
 from taskmesh.keys import RETURNED
 from taskmesh.messages import Entry
-from taskmesh.settings import MeshSettings, WorkerSettings
+from taskmesh.settings import MeshSettings, WorkerSettings, cpu_count
 from taskmesh.tasks import Middleware, Registry
 from taskmesh.worker import calls, drive, endings, execute, middleware
 from taskmesh.worker.calls import Calls
@@ -28,15 +30,20 @@ from taskmesh.worker.deliveries import Delivery, Source
 from taskmesh.worker.endings import Endings
 from taskmesh.worker.execute import Executor
 from taskmesh.worker.fetch import Fetcher
-from taskmesh.worker.heartbeat import Heartbeat
+from taskmesh.worker.heartbeat import Heartbeat, new_heartbeat
 from taskmesh.worker.intake import Intake
+from taskmesh.worker.isolate import Isolated
+from taskmesh.worker.lease import Place
 from taskmesh.worker.pace import Pace
+from taskmesh.worker.processes import Processes
 from taskmesh.worker.settle import Settler
 from taskmesh.worker.upkeep import Upkeep
+from taskmesh.worker.versions import abilities
 
 log = logging.getLogger("taskmesh.worker")
 TICK = 0.1
 BATCHES_AHEAD = 2
+FIRST_BEAT_LIMIT = 30.0
 _ENGINE_FILES = (calls.__file__, drive.__file__, execute.__file__, middleware.__file__, endings.__file__)
 
 
@@ -49,7 +56,7 @@ class Worker:
     """Serves partitions with the tasks of a registry. ``start`` it, and ``stop`` it.
 
     Attributes:
-        worker: the name of this incarnation.
+        worker: the name of its present incarnation; where it was struck off in one partition, the newest.
     """
 
     def __init__(
@@ -66,22 +73,31 @@ class Worker:
         self._mesh_settings = mesh_settings
         self._settings = settings
         self._observers = Observers([observers])
-        self._sources = [Source(partition) for partition in partitions]
+        self._sources = [Source(partition, mesh_settings.liveness_ttl) for partition in partitions]
         self._endings = Endings(mesh_settings, _ENGINE_FILES)
-        self._calls = Calls(list(middlewares), settings.concurrency, lambda: self.worker.decode())
-        self._executor = Executor(settings, self._endings, self._calls, self._room_changed)
-        self._intake = Intake(registry, self._endings, self._executor, self._observers, self._hand_back)
-        self._pace = Pace(settings.fetch_ahead, settings.max_fetch)
+        self._calls = Calls(list(middlewares), settings.concurrency)
+        processes = Processes(list(registry), mesh_settings, settings.processes or cpu_count())
+        isolated = Isolated(processes, self._endings, lambda each: self._intake.set_aside([each]))
+        self._executor = Executor(settings, self._endings, self._calls, isolated, self._room_changed)
+        self._intake = Intake(
+            registry, self._endings, self._executor, self._observers, self._hand_back, processes
+        )
+        self._pace = Pace(settings.fetch_ahead, settings.max_fetch, settings.concurrency)
         self._rows = {source: self._rows_per_slot(source.queue) for source in self._sources}
+        self._isolation = {source: self._share_in_processes(source.queue) for source in self._sources}
         self._settlers: dict[Source, Settler] = {}
         self._fetchers: dict[Source, Fetcher] = {}
         self._upkeeps: dict[Source, Upkeep] = {}
         self._fetching: list[asyncio.Task[None]] = []
         self._loops: list[asyncio.Task[None]] = []
-        self._rejoining: dict[Source, asyncio.Task[None]] = {}
+        self._rejoining: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
         self._progress = time.monotonic()
         self._heartbeat: Heartbeat | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._without_beat = set(range(len(partitions)))
+        self._is_leased = asyncio.Event()
+        self._asked = 0
         self._stopping = False
         self._stopped = asyncio.Event()
 
@@ -95,6 +111,7 @@ class Worker:
         """
         try:
             await self._enter()
+            await self._keep_lease()
         except BaseException:
             await self.stop(0.0)  # it may have entered some of the queues
             raise
@@ -102,26 +119,43 @@ class Worker:
 
     async def _enter(self) -> None:
         for source in self._sources:
+            source.worker = self.worker
             await self._join(source)
             await source.partition.caller.load(source.keys.tag, [FETCH, SETTLE])
             upkeep = Upkeep(source, self, self._mesh_settings.liveness_ttl, self._observers)
-            settler = Settler(source, self.worker, self._observers, self._pace, upkeep.poke_promoter)
+            settler = Settler(source, self._observers, self._pace, upkeep.poke_promoter)
             self._upkeeps[source] = upkeep
             self._settlers[source] = settler
             self._endings.serve(source, settler)
-            self._fetchers[source] = Fetcher(source, self, self._mesh_settings.liveness_ttl / 2)
+            self._fetchers[source] = Fetcher(
+                source, self, self._mesh_settings.liveness_ttl / 2, len(self._sources)
+            )
 
-    def _serve(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._heartbeat = Heartbeat(
-            self._sources,
+    async def _keep_lease(self) -> None:
+        """Start the heartbeat, and wait until it beats everywhere.
+
+        A child process takes a second to come up on a busy machine. What was fetched before that would be held under
+        a lease that nobody renews; without anything in hand, a worker that is struck off just takes a new name.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._heartbeat = new_heartbeat(
+            self._settings.heartbeat,
+            self._sources[0].partition.caller.server.url,
+            [Place(source.keys.tag, source.keys.workers) for source in self._sources],
             self._mesh_settings.liveness_ttl,
-            lambda: self.worker,
-            lambda source: loop.call_soon_threadsafe(self._struck_off, source),
-            self._overrun,
+            self,
             self._settings.loop_grace,
         )
         self._heartbeat.start()
+        try:
+            async with asyncio.timeout(FIRST_BEAT_LIMIT):
+                await self._is_leased.wait()
+        except TimeoutError:
+            log.warning(
+                "no heartbeat has come through for %.0f s; the worker serves all the same", FIRST_BEAT_LIMIT
+            )
+
+    def _serve(self) -> None:
         for source in self._sources:
             upkeep = self._upkeeps[source]
             self._fetching.append(asyncio.create_task(self._fetchers[source].run(), name="taskmesh fetch"))
@@ -165,7 +199,7 @@ class Worker:
         for source in self._sources:
             try:
                 await self._hand_back_rest(source)
-                await source.partition.leave(self.worker)
+                await source.partition.leave(source.worker)
             except BrokerError as error:
                 log.warning("queue %s: leaving: %s", source.queue, error)
         if self._heartbeat is not None:
@@ -192,7 +226,7 @@ class Worker:
         self._observers.add(observer)
 
     def _background(self) -> list[asyncio.Task[None]]:
-        return [*self._fetching, *self._loops, *self._intake.tasks, *self._rejoining.values()]
+        return [*self._fetching, *self._loops, *self._intake.tasks, *self._rejoining]
 
     async def _stop_fetching(self) -> None:
         for fetcher in self._fetchers.values():
@@ -218,13 +252,29 @@ class Worker:
         """Deliveries of a partition that are welcome now."""
         if self._stopping:
             return 0
-        free = self._executor.free
+        free, isolation = self._executor.free, self._isolation[source]
+        if isolation:
+            if self._executor.isolated.is_crowded:
+                return 0
+            if isolation == 1:
+                free = min(free, self._executor.isolated.free)
         if free > 0:
             free = max(free, min(free, BATCHES_AHEAD) * self._rows[source])
         ahead = self._pace.ahead
-        room = min(free + ahead, self._settings.max_fetch)
+        room = min(free + ahead, self._settings.max_fetch) - self._asked
         # While a stock lies here, one fetch for a good part of it, not one for every slot that frees.
         return room if room >= ahead // 4 else 0
+
+    @contextlib.contextmanager
+    def asking(self, count: int) -> Iterator[None]:
+        """While it lasts, so many deliveries may be on their way: the other partitions leave room for them."""
+        self._asked += count
+        try:
+            yield
+        finally:
+            self._asked -= count
+            if count:
+                self._room_changed()
 
     async def wait_for_room(self, source: Source) -> None:
         self._room.clear()
@@ -240,26 +290,26 @@ class Worker:
         self._intake.take_in(source, entries, now_ms)
 
     @property
-    def has_suspect(self) -> bool:
-        """Whether a message that two workers died with is in this worker's hands."""
-        return self._intake.has_suspect
+    def room_for_suspects(self) -> int:
+        """How many messages that two workers died with are welcome now."""
+        return self._intake.room_for_suspects
 
     def control(self, source: Source, entries: Sequence[tuple[bytes, list[bytes]]]) -> None:
         """What others said on the control stream."""
         if len(entries) >= CONTROL_LENGTH:
             self._upkeeps[source].read_marks()
-        for entry_id, (kind, value) in entries:
+        for entry_id, (kind, value, *_) in entries:
             if _later(entry_id, source.last_control):
                 source.last_control = entry_id
             if kind == b"cancel":
-                self._intake.cancel(source, [value.decode()])
+                self._intake.cancel(source, [value.decode("ascii", "replace")])
             elif kind == b"requeued":
-                source.cancelled.pop(value.decode(), None)
+                source.cancelled.pop(value.decode("ascii", "replace"), None)
             elif kind == b"due":
                 self._upkeeps[source].poke_promoter()
             elif kind == b"returned":
                 self._upkeeps[source].poke_observer()
-            elif kind == b"given" and value == self.worker:
+            elif kind == b"given" and value == source.worker:
                 self.adopt(source)
 
     def cancel(self, source: Source, message_ids: Sequence[str]) -> None:
@@ -276,7 +326,8 @@ class Worker:
         await self._join(source)
 
     async def _join(self, source: Source) -> None:
-        joined = await source.partition.join(self.worker, [task.name for task in self._registry])
+        able = abilities(self._registry, source.partition.wire_versions)
+        joined = await source.partition.join(source.worker, able)
         source.last_control = joined.last_control
         source.mark(joined.cancelled)
         if joined.released:
@@ -287,28 +338,39 @@ class Worker:
         batches = [task.options.batch for task in self._registry if task.options.queue == queue]
         return min((batch.max_rows if batch else 1 for batch in batches), default=1)
 
+    def _share_in_processes(self, queue: str) -> float:
+        """The share of a queue's tasks that run in processes."""
+        choices = [bool(task.options.process) for task in self._registry if task.options.queue == queue]
+        return sum(choices) / len(choices) if choices else 0.0
+
     # giving back
 
     async def _hand_back_rest(self, source: Source) -> None:
         """At the end: whatever the server still holds for this worker, whether it was ever seen here or not."""
-        pending = await source.partition.own_pending(self.worker)
+        pending = await source.partition.own_pending(source.worker)
         entries = [(lane, entry_id) for lane, entry_id, _ in pending]
         for first in range(0, len(entries), 500):
-            await source.partition.hand_back(self.worker, entries[first : first + 500])
+            await source.partition.hand_back(source.worker, entries[first : first + 500])
 
     async def _hand_back(self, deliveries: Sequence[Delivery], to: bytes = RETURNED) -> None:
         for source in self._sources:
-            entries = [(d.lane, d.entry) for d in deliveries if d.source is source]
-            if not entries:
-                continue
-            try:
-                for first in range(0, len(entries), 500):
-                    await source.partition.hand_back(self.worker, entries[first : first + 500], to)
-            except BrokerError as error:
-                log.warning("queue %s: handing back: %s", source.queue, error)
-                self.adopt(source)
-            for lane, entry in entries:
-                source.held[lane].pop(entry, None)
+            mine = [delivery for delivery in deliveries if delivery.source is source]
+            if mine:
+                async with source.accounts:
+                    await self._hand_back_to(source, mine, to)
+
+    async def _hand_back_to(self, source: Source, mine: Sequence[Delivery], to: bytes) -> None:
+        entries = [(delivery.lane, delivery.entry) for delivery in mine]
+        try:
+            for first in range(0, len(entries), 500):
+                await source.partition.hand_back(source.worker, entries[first : first + 500], to)
+        except BrokerError as error:
+            log.warning("queue %s: handing back: %s", source.queue, error)
+            self.adopt(source)
+        for delivery in mine:
+            held = source.held[delivery.lane]
+            if held.get(delivery.entry) is delivery:  # it may have been given back to this worker meanwhile
+                del held[delivery.entry]
 
     async def _tick(self) -> None:
         while True:
@@ -322,40 +384,64 @@ class Worker:
                 waiting = self._executor.take_waiting()
                 log.info("all slots are taken: %d deliveries go back to the others", len(waiting))
                 await self._hand_back(waiting)
+            patience = self._settings.hand_back_after
+            await self._hand_back(self._executor.isolated.take_excess(self._progress, patience))
             await asyncio.sleep(TICK)
 
     # liveness
 
-    def _overrun(self) -> float:
-        """Seconds by which the event loop is blocked beyond what the running handlers may take. Any thread."""
+    def name_in(self, number: int) -> bytes:
+        """What this worker is called in a partition. Any thread."""
+        return self._sources[number].worker
+
+    def offset_ms(self) -> int:
+        return self._sources[0].partition.caller.clock.offset_ms
+
+    def slack(self) -> float | None:
+        """Seconds for which the event loop may go on being blocked; None without a limit. Any thread."""
         started, limit = self._executor.current or (0.0, self._executor.longest_timeout())
         if limit is None:
-            return 0.0
-        return max(0.0, time.monotonic() - max(started, self._progress) - limit)
+            return None
+        return limit - (time.monotonic() - max(started, self._progress))
 
-    def _struck_off(self, source: Source) -> None:
-        """Stopped for longer than the TTL: others have the work now. Take a new name and go on."""
-        if self._stopping or source in self._rejoining:
+    def heard(self, number: int, beat: Beat) -> None:
+        """What came of a heartbeat. Any thread."""
+        source = self._sources[number]
+        source.steadiness.hear(beat)
+        if beat.server_ms not in (STRUCK_OFF, NO_ANSWER) and number in self._without_beat:
+            self._without_beat.discard(number)
+            if not self._without_beat and self._loop is not None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
+                    self._loop.call_soon_threadsafe(self._is_leased.set)
+        if beat.server_ms == STRUCK_OFF and beat.worker == source.worker and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
+                self._loop.call_soon_threadsafe(self._struck_off, source, beat.worker)
+
+    def _struck_off(self, source: Source, old: bytes) -> None:
+        """Stopped for longer than the TTL: others have this partition's work now. Take a new name there and go on."""
+        if self._stopping or old != source.worker:
             return
-        old, self.worker = self.worker, new_worker_name()
-        log.warning("worker %s was struck off; it goes on as %s", old.decode(), self.worker.decode())
+        self.worker = source.worker = new_worker_name()
+        log.warning(
+            "queue %s: worker %s was struck off; it goes on as %s",
+            *(source.queue, old.decode(), self.worker.decode()),
+        )
         self._observers.emit(WorkerLost(old.decode()))
-        self._executor.take_waiting()
-        self._intake.stop_downloads()
-        for each in self._sources:
-            for lane in each.held:
-                lane.clear()
-            self._settlers[each].worker = self.worker
-            task = asyncio.create_task(self._enter_again(each), name="taskmesh rejoin")
-            self._rejoining[each] = task
+        for delivery in self._executor.take_waiting():
+            if delivery.source is not source:
+                self._executor.accept(delivery)
+        for lane in source.held:
+            lane.clear()
+        self._executor.dispatch()
+        entering = asyncio.create_task(self._enter_again(source), name="taskmesh rejoin")
+        self._rejoining.add(entering)
+        entering.add_done_callback(self._rejoining.discard)
 
     async def _enter_again(self, source: Source) -> None:
         try:
             await self._join(source)
         except BrokerError as error:
             log.warning("queue %s: entering again: %s", source.queue, error)
-        finally:
-            self._rejoining.pop(source, None)
 
 
 async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:

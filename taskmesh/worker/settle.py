@@ -7,13 +7,14 @@ While calls for a partition are under way, endings gather for the next round. A 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from taskmesh.broker.caller import pause_before
-from taskmesh.broker.link import Argument, Moved, NoGroup
+from taskmesh.broker.link import Argument, NoGroup
 from taskmesh.broker.scripts import SETTLE
 from taskmesh.broker.streams import MAX_SETTLE, Settlement
 from taskmesh.errors import BrokerError, BrokerUnavailable
@@ -44,12 +45,10 @@ class Settler:
     def __init__(
         self,
         source: Source,
-        worker: bytes,
         observers: Observers,
         pace: Pace,
         on_delayed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.worker = worker
         self._on_delayed = on_delayed
         self._source = source
         self._observers = observers
@@ -68,7 +67,7 @@ class Settler:
             return
         self._gathered[lane].append(settlement)
         self._endings.append(ending)
-        self._delays |= settlement.kind in "RU"
+        self._delays |= settlement.kind in "RUW"
         if self._flushing is None:
             self._flushing = asyncio.get_running_loop().create_task(self._flush(), name="taskmesh settle")
 
@@ -120,7 +119,7 @@ class Settler:
                 batch = taken[first : first + MAX_SETTLE]
                 self._number += 1
                 command = self._source.partition.settle_command(
-                    lane, self.worker, self._number, len(calls), batch
+                    lane, self._source.worker, self._number, len(calls), batch
                 )
                 calls.append(_Call(lane, batch, command))
         return calls
@@ -133,8 +132,8 @@ class Settler:
         dropped = 0
         attempt = 0
         while True:
-            link = caller.server.link(tag)
             try:
+                link = caller.server.link(tag)
                 replies = await link.call_many([call.command for call in left])
             except BrokerError as error:
                 replies = [error] * len(left)
@@ -152,16 +151,21 @@ class Settler:
                     trouble = reply
                 elif reply and reply != [-1]:
                     dropped += len(reply)
+                    await self._discard([key for place in reply for key in call.batch[place - 1].written])
             if not again:
                 return dropped
             left = again
             await self._recover(trouble, attempt)
             attempt += 1
 
+    async def _discard(self, chunks: Sequence[bytes]) -> None:
+        """Remove outcomes that do not count; what is left of them goes with its time to live."""
+        if chunks:
+            with contextlib.suppress(BrokerError):
+                await self._source.partition.caller.command(self._source.keys.tag, "UNLINK", *chunks)
+
     async def _recover(self, trouble: BrokerError | None, attempt: int) -> None:
         caller = self._source.partition.caller
-        if isinstance(trouble, Moved):
-            caller.server.link(self._source.keys.tag).drop("moved")
         try:
             await caller.server.refresh()
             await caller.load(self._source.keys.tag, [SETTLE])

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from random import Random
 from typing import Protocol
 
 from taskmesh.broker.caller import pause_before
-from taskmesh.broker.liveness import Witness, look
+from taskmesh.broker.liveness import is_given_back, look, pause_between_looks
 from taskmesh.errors import BrokerError
 from taskmesh.events import Claimed, Observers
 from taskmesh.keys import SUSPECTS
@@ -28,12 +29,12 @@ LISTEN_MS = 5000
 class Host(Protocol):
     """The worker, as its upkeep sees it."""
 
-    worker: bytes
-
     @property
-    def has_suspect(self) -> bool: ...
+    def room_for_suspects(self) -> int: ...
 
     def room(self, source: Source) -> int: ...
+
+    def asking(self, count: int) -> AbstractContextManager[None]: ...
 
     def take_in(self, source: Source, entries: Sequence[Entry], now_ms: int) -> None: ...
 
@@ -51,10 +52,9 @@ class Upkeep:
         self._source = source
         self._host = host
         self._observers = observers
-        self._interval = min(0.2, ttl / 10)
         self._ttl = ttl
+        self._pause = pause_between_looks(ttl, 1)
         self._sweep_at = time.monotonic() + ttl * _random.random()
-        self._witness = Witness(ttl)
         self._look_now = asyncio.Event()
         self._promote_now = asyncio.Event()
         self._marks_missed = False
@@ -73,7 +73,7 @@ class Upkeep:
     async def watch(self) -> None:
         """Look for dead workers and take their entries over, as far as there is room."""
         while True:
-            await _nap(self._look_now, self._interval * _random.uniform(0.8, 1.0))
+            await _nap(self._look_now, self._pause * _random.uniform(0.8, 1.0))
             try:
                 if time.monotonic() >= self._sweep_at:
                     self._sweep_at = time.monotonic() + self._ttl
@@ -97,28 +97,45 @@ class Upkeep:
 
     async def _look(self) -> None:
         source, partition = self._source, self._source.partition
-        now = time.monotonic()
-        rows, generation = await look(partition)
-        for worker, last_seen in self._witness.observe(rows, now, generation):
+        found = await look(partition, self._ttl)
+        is_steady = source.steadiness.is_steady(time.monotonic(), found.now_ms)
+        self._pause = pause_between_looks(self._ttl, found.workers)
+        for worker, last_seen in found.silent:
+            if not (is_steady or is_given_back(worker)):
+                continue
             room = min(self._host.room(source), MAX_CLAIM)
             if worker == SUSPECTS:
-                room = min(room, 0 if self._host.has_suspect else 1)
-            if room < 1 or worker == self._host.worker:
+                room = min(room, self._host.room_for_suspects)
+            if room < 1 or worker == source.worker:
                 continue
-            entries = await partition.claim(worker, last_seen, self._host.worker, room)
+            own_name = source.worker
+            with self._host.asking(room):
+                entries = await partition.claim(worker, last_seen, own_name, room)
             if not entries:
                 continue
-            seconds, micros = await partition.caller.command(source.keys.tag, "TIME")
-            now_ms = int(seconds) * 1000 + int(micros) // 1000 + partition.caller.clock.offset_ms
-            name = worker.decode()
+            if own_name != source.worker:  # struck off meanwhile: they are the old name's
+                await partition.hand_back(own_name, [(entry.lane, entry.id) for entry in entries])
+                continue
+            name = worker.decode("utf-8", "replace")
             log.info("queue %s: took %d deliveries over from %s", source.queue, len(entries), name)
             self._observers.emit(Claimed(source.queue, name, len(entries)))
-            self._host.take_in(source, entries, now_ms)
+            self._host.take_in(source, entries, found.now_ms)
             if len(entries) == room and worker != SUSPECTS:
                 self._look_now.set()
 
+    def _time_jumped(self) -> None:
+        self._source.steadiness.start_again()
+        self._promote_now.set()
+
     async def promote(self) -> None:
         """Move delayed messages to their streams when they are due."""
+        call_off = self._source.partition.caller.clock.on_jump(self._time_jumped)
+        try:
+            await self._promote()
+        finally:
+            call_off()
+
+    async def _promote(self) -> None:
         while True:
             try:
                 moved, next_due = await self._source.partition.promote(MAX_PROMOTE)

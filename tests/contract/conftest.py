@@ -1,24 +1,34 @@
-"""The topologies that the contract holds on. Each test has a Mesh name of its own: embedded servers are shared."""
+"""The topologies that the contract holds on. Each test has a Mesh name of its own: servers are shared."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from taskmesh import Mesh, MeshSettings
-from taskmesh.testing import RedisCluster, RedisServer
-from taskmesh.testing.server import Kind, find_binary
+from taskmesh.testing import RedisCluster, RedisSentinel, RedisServer
+from tests.acl import url_as
 from tests.conftest import LIVENESS_TTL
 
-TOPOLOGIES = ["embedded", "single", "valkey", "cluster"]
+CALM_MS = 10_000  # nothing is lost here: a busy machine must not look like a lost server
+TOPOLOGIES: dict[str, Callable[[], RedisServer | RedisSentinel | RedisCluster]] = {
+    "single": lambda: RedisServer("redis", aof=True),
+    "acl": lambda: RedisServer("redis", aof=True),
+    "valkey": lambda: RedisServer("valkey", aof=True),
+    "sentinel": lambda: RedisSentinel(kind="redis", down_after_ms=CALM_MS, aof=True),
+    "sentinel-valkey": lambda: RedisSentinel(kind="valkey", down_after_ms=CALM_MS, aof=True),
+    "cluster": lambda: RedisCluster(replicas=3, kind="redis", node_timeout_ms=CALM_MS, aof=True),
+    "cluster-valkey": lambda: RedisCluster(replicas=3, kind="valkey", node_timeout_ms=CALM_MS, aof=True),
+}
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="session", params=TOPOLOGIES)
+@pytest.fixture(scope="session", params=["embedded", *TOPOLOGIES])
 def topology(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MeshSettings]:
@@ -26,15 +36,16 @@ def topology(
     if request.param == "embedded":
         folder = tmp_path_factory.mktemp("embedded")
         yield MeshSettings(url=None, data_folder=Path(folder), liveness_ttl=LIVENESS_TTL)
-    elif request.param == "cluster":
-        with RedisCluster() as cluster:
-            yield MeshSettings(url=cluster.url, liveness_ttl=LIVENESS_TTL)
-    else:
-        kind: Kind = "redis" if request.param == "single" else "valkey"
-        if find_binary(kind) is None:
-            pytest.skip(f"no {kind}-server here")
-        with RedisServer(kind, aof=True) as server:
-            yield MeshSettings(url=server.url, liveness_ttl=LIVENESS_TTL)
+        return
+    try:
+        servers = TOPOLOGIES[request.param]()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    with servers:
+        url = servers.url
+        if request.param == "acl" and isinstance(servers, RedisServer):
+            url = url_as(servers, "shop", "contract-")
+        yield MeshSettings(url=url, liveness_ttl=LIVENESS_TTL)
 
 
 @pytest.fixture
@@ -47,7 +58,8 @@ def mesh_name() -> str:
 def connect(topology: MeshSettings, mesh_name: str) -> Callable[..., Mesh]:
     """Makes Meshes of one name: processes of one application, as far as the server can tell."""
 
-    def make(**arguments: Any) -> Mesh:
-        return Mesh(mesh_name, settings=topology, **arguments)
+    def make(application: str = "", liveness_ttl: float = LIVENESS_TTL, **arguments: Any) -> Mesh:
+        settings = replace(topology, liveness_ttl=liveness_ttl)
+        return Mesh(mesh_name + application, settings=settings, **arguments)
 
     return make

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -23,11 +25,13 @@ from taskmesh import (
     TaskFailed,
     WorkerSettings,
 )
+from taskmesh.keys import GROUP
 from taskmesh.settings import MIB
 from taskmesh.testing import Point, fail_at, wait_until
 from tests.conftest import LIVENESS_TTL
 
 QUEUES = ("red", "green", "blue")
+SHORT_TTL = 0.5
 Connect = Callable[..., Mesh]
 
 
@@ -169,13 +173,17 @@ async def test_batches(connect: Connect) -> None:
             assert [await handle.result(timeout=5) for handle in handles] == [2 * n for n in range(100)]
 
 
-@pytest.mark.parametrize("point", list(Point))
-async def test_the_work_of_a_worker_that_dies_goes_on_within_the_ttl(connect: Connect, point: Point) -> None:
-    mesh, other = connect(), connect()
-    runs: list[int] = []
+async def test_the_work_of_a_worker_that_dies_goes_on_within_the_ttl(connect: Connect) -> None:
+    """At each point, in four applications side by side."""
+    await asyncio.gather(*(die_at(point, connect(f"-{point}"), connect(f"-{point}")) for point in Point))
+
+
+async def die_at(point: Point, mesh: Mesh, other: Mesh) -> None:
+    """A worker dies there with messages of three queues in its hands; two others end them, each once."""
+    runs: Counter[tuple[str, int]] = Counter()
 
     async def work(ctx: Context, n: int) -> tuple[int, int]:
-        runs.append(n)
+        runs[ctx.queue, n] += 1
         return n, ctx.deliveries
 
     tasks = on_each_queue(mesh, work)
@@ -186,16 +194,43 @@ async def test_the_work_of_a_worker_that_dies_goes_on_within_the_ttl(connect: Co
             await asyncio.sleep(2 * LIVENESS_TTL / 10)  # it has seen the victim's lease
         handles = [await task.submit(n) for task in tasks for n in range(3)]
         died = time.monotonic()
-        async with other.worker():
+        async with other.worker(), other.worker():
             results = [await handle.result(timeout=10) for handle in handles]
             took = time.monotonic() - died
+            for queue in QUEUES:
+                await wait_until(lambda queue=queue: are_the_only_ones(other, queue, 2))
+        assert mesh.client.repeats == 0
+        assert await lasting_keys(mesh) == []
     assert [n for n, _ in results] == [0, 1, 2] * 3
     assert {deliveries for _, deliveries in results} <= {1, 2}
-    assert took < LIVENESS_TTL * 2 + 0.6, "reclaiming took too long"
+    assert set(runs.values()) <= {1, 2}
+    assert took < LIVENESS_TTL * 2 + 0.6, f"{point}: reclaiming took too long"
+
+
+async def are_the_only_ones(mesh: Mesh, queue: str, count: int) -> bool:
+    """So many workers are on the queue's list, and no lane has a consumer besides."""
+    partition = mesh.client.partition(queue)
+    keys, command = partition.keys, partition.caller.command
+    workers = set(await command(keys.tag, "ZRANGE", keys.workers, 0, -1))
+    for lane in keys.lanes:
+        rows = await command(keys.tag, "XINFO", "CONSUMERS", lane, GROUP)
+        if not {row[1] for row in rows} <= workers:
+            return False
+    return len(workers) == count
+
+
+async def lasting_keys(mesh: Mesh) -> list[bytes]:
+    """Streams and lists of workers that are still there."""
+    found: list[bytes] = []
+    for queue in QUEUES:
+        partition = mesh.client.partition(queue)
+        keys, command = partition.keys, partition.caller.command
+        found += [key for key in (*keys.lanes, keys.workers) if await command(keys.tag, "EXISTS", key)]
+    return found
 
 
 async def test_a_dead_workers_entries_restart_within_the_ttl_and_one_look(connect: Connect) -> None:
-    mesh, other = connect(), connect()
+    mesh, other = connect(liveness_ttl=SHORT_TTL), connect(liveness_ttl=SHORT_TTL)
     started: list[float] = []
     victim_has_it = asyncio.Event()
 
@@ -212,12 +247,53 @@ async def test_a_dead_workers_entries_restart_within_the_ttl_and_one_look(connec
         handle = await task.submit()
         await asyncio.wait_for(victim_has_it.wait(), 5)
         async with other.worker():
-            await asyncio.sleep(LIVENESS_TTL)  # the survivor watches; a live owner keeps its work
+            await asyncio.sleep(SHORT_TTL)  # the survivor watches
             assert len(started) == 1
             victim.abandon()
             died = time.monotonic()
             assert await handle.result(timeout=5) == 2
-    assert started[1] - died <= LIVENESS_TTL + 0.3
+    assert started[1] - died <= SHORT_TTL + 0.3
+
+
+async def test_a_live_owner_keeps_its_work_for_many_leases(connect: Connect) -> None:
+    """Its loop is blocked all the while, and a delayed message holds no lease."""
+    mesh, owner = connect(liveness_ttl=SHORT_TTL), connect(liveness_ttl=SHORT_TTL)
+    started: list[str] = []
+    ended = threading.Event()
+
+    async def sleep(ctx: Context) -> int:
+        started.append(ctx.queue)
+        await asyncio.sleep(3 * SHORT_TTL)
+        return ctx.deliveries
+
+    async def block(ctx: Context) -> int:
+        started.append(ctx.queue)
+        time.sleep(3 * SHORT_TTL)  # noqa: ASYNC251 - what users should not do, and do
+        return ctx.deliveries
+
+    async def own() -> None:
+        async with owner.worker():
+            await asyncio.to_thread(ended.wait)
+
+    async def quick(ctx: Context) -> int:
+        started.append(ctx.queue)
+        return ctx.deliveries
+
+    for queue, handler in zip(QUEUES, (sleep, block, quick), strict=True):
+        mesh.task(name=queue, queue=queue)(handler)
+        owner.task(name=queue, queue=queue)(handler)
+    async with mesh:
+        owning = asyncio.create_task(asyncio.to_thread(asyncio.run, own()))
+        handles = [await mesh.get_task("red").submit(), await mesh.get_task("blue").submit_in(3 * SHORT_TTL)]
+        await wait_until(lambda: started == ["red"])
+        handles.append(await mesh.get_task("green").submit())
+        await wait_until(lambda: started == ["red", "green"])
+        async with mesh.worker():
+            assert [await handle.result(timeout=5) for handle in handles] == [1, 1, 1]
+        ended.set()
+        await owning
+        assert mesh.client.repeats == 0
+    assert started == ["red", "green", "blue"]
 
 
 async def test_a_drain_hands_back_what_was_not_started_uncounted(connect: Connect) -> None:

@@ -111,7 +111,7 @@ async def test_a_row_that_does_not_fit_fails_alone(make_mesh: MakeMesh, mesh: Me
 
     with pytest.raises(InvalidArguments):
         await double.submit("two")  # type: ignore[arg-type]
-    async with older, mesh.worker():
+    async with older, mesh.worker(WorkerSettings(misfit_patience=0)):
         one, two, three = await double_anything.submit_many([1, "two", 3])
         assert [await one.result(timeout=5), await three.result(timeout=5)] == [2, 6]
         with pytest.raises(TaskFailed, match="InvalidArguments"):

@@ -283,5 +283,5 @@ async def test_a_mark_that_nobody_takes_goes_by_itself(mesh: Mesh, plain: redis.
     async def work() -> None:
         pass
 
-    assert await work.handle("nobody-knows00000001").cancel() is Cancelled.REQUESTED
+    assert await work.handle("nobodyknows000000001").cancel() is Cancelled.REQUESTED
     assert plain.pttl(PREFIX + "cancelled") > 0

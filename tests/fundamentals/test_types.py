@@ -13,7 +13,7 @@ import msgspec
 import pydantic
 import pytest
 
-from taskmesh import InvalidArguments, Mesh, TaskFailed
+from taskmesh import InvalidArguments, Mesh, TaskFailed, WorkerSettings
 from tests.conftest import MakeMesh
 
 
@@ -155,7 +155,7 @@ async def test_an_argument_that_cannot_travel_is_refused_at_submit(mesh: Mesh) -
         await take.submit(2**80)
 
 
-async def test_arguments_that_a_newer_worker_does_not_take_fail_the_task(
+async def test_arguments_that_no_worker_takes_fail_the_task_when_patience_runs_out(
     mesh: Mesh, make_mesh: MakeMesh
 ) -> None:
     @mesh.task
@@ -166,7 +166,7 @@ async def test_arguments_that_a_newer_worker_does_not_take_fail_the_task(
     @newer.task(name="measure")
     async def measure_newer(size: int) -> None: ...
 
-    async with newer, newer.worker():
+    async with newer, newer.worker(WorkerSettings(misfit_patience=0)):
         with pytest.raises(TaskFailed, match="InvalidArguments"):
             await (await measure.submit("large")).result(timeout=5)
 

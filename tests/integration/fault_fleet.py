@@ -85,4 +85,11 @@ def client_of(url: str, **changes: Any) -> Mesh:
     @mesh.task
     async def poison() -> None: ...
 
+    @mesh.task
+    async def hidden_work(n: int, seconds: float = 0.0) -> int:
+        return n
+
+    @mesh.task
+    async def hidden_poison() -> None: ...
+
     return mesh

@@ -10,6 +10,8 @@ from taskmesh import Context, Mesh, WorkerSettings
 from taskmesh.testing import arm_from_environment
 
 mesh = Mesh("faults")
+if os.environ.get("UNLOADABLE") and __name__ != "__main__":
+    raise RuntimeError("a process cannot have this")
 LEDGER = os.environ.get("LEDGER", os.devnull)
 
 
@@ -42,6 +44,26 @@ async def poison(ctx: Context) -> None:
     note("poison", 0, os.getpid(), ctx.deliveries)
     await asyncio.sleep(0.05)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hide() -> None:
+    """Tasks that no process can import."""
+
+    @mesh.task
+    async def hidden_work(ctx: Context, n: int, seconds: float = 0.0) -> int:
+        note("hidden_work", n, os.getpid(), ctx.deliveries)
+        await asyncio.sleep(seconds)
+        return n
+
+    @mesh.task
+    async def hidden_poison(ctx: Context) -> None:
+        note("hidden_poison", 0, os.getpid(), ctx.deliveries)
+        await asyncio.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if os.environ.get("HIDDEN"):
+    hide()
 
 
 async def main() -> None:

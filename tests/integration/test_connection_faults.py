@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import redis
 
-from taskmesh import Priority, TaskFailed, WorkerSettings
+from taskmesh import Mesh, Priority, TaskFailed, WorkerSettings
 from taskmesh.broker.scripts import CLAIM, FETCH, SETTLE, SUBMIT
 from taskmesh.messages import Status
-from taskmesh.testing import Proxy, wait_until
-from tests.conftest import MakeMesh
+from taskmesh.testing import Proxy, RedisServer, wait_until
+from tests.conftest import MakeMesh, settings_for_tests
 from tests.integration.fault_fleet import PREFIX, TTL
 
 # Replies that are lost
@@ -45,6 +45,47 @@ async def test_a_lost_reply_to_a_submit_is_accepted_once(
             assert await handle.result(timeout=5) == 1
             assert [await each.result(timeout=5) for each in many] == list(range(2, 1502))
         assert mesh.client.repeats == 0
+
+
+async def test_a_submit_whose_reply_was_lost_is_not_refused_by_a_server_that_is_full_by_then(
+    free_server: RedisServer,
+) -> None:
+    async with Proxy(free_server.port) as proxy:
+        mesh = Mesh("test", settings=settings_for_tests(proxy.url, retry_for=5.0))
+
+        @mesh.task
+        async def work(n: int) -> int:
+            return n
+
+        def fill_when_cut() -> bool:
+            """The first try is in; before the second one there is no memory left."""
+            return proxy.cuts == 1 and bool(free_server.command("CONFIG", "SET", "maxmemory", 1))
+
+        async with mesh:
+            await (await work.submit(0)).cancel()
+            proxy.cut_reply_after(SUBMIT.sha)
+            submitted = asyncio.create_task(work.submit(1))
+            await wait_until(fill_when_cut)
+            handle = await submitted
+            assert free_server.command("XLEN", "taskmesh:{test:default:0}:tasks:normal") == 1
+            free_server.command("CONFIG", "SET", "maxmemory", 0)
+            async with mesh.worker():
+                assert await handle.result(timeout=5) == 1
+
+
+async def test_a_large_result_is_read_though_replies_are_lost(proxy: Proxy, make_mesh: MakeMesh) -> None:
+    here, there = make_mesh(), make_mesh(url=proxy.url)
+
+    async def large() -> bytes:
+        return b"x" * 3_000_000
+
+    here.task(large)
+    task = there.task(large)
+    async with there, here.worker():
+        proxy.cut_reply_after(b"GETRANGE", times=2)
+        handle = await task.submit()
+        assert len(await handle.result(timeout=10)) == 3_000_000
+        assert proxy.cuts == 2
 
 
 @pytest.mark.parametrize("script", [SETTLE, FETCH], ids=["settle", "fetch"])

@@ -10,16 +10,13 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
-import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import redis
 
-from taskmesh import BoundCall, Context, Mesh, TaskFailed
+from taskmesh import Context, Mesh
 from taskmesh.testing import Point, wait_until
 from taskmesh.testing.faults import VARIABLE
 from tests.conftest import MakeMesh
@@ -113,47 +110,7 @@ async def test_what_arrives_for_a_stopped_workers_blocked_read_is_not_lost(
     assert [await handle.result(timeout=15) for handle in handles] == list(range(1, 20))
 
 
-# The server
-
-
-async def keep_alive(
-    fleet: Fleet, until: Callable[[], bool], workers: int = 1, timeout: float = 30.0
-) -> None:
-    """Start workers again as they die."""
-    give_up_at = time.monotonic() + timeout
-    alive: list[subprocess.Popen[bytes]] = []
-    while not until():
-        assert time.monotonic() < give_up_at, "it did not come true"
-        alive = [process for process in alive if process.poll() is None]
-        while len(alive) < workers:
-            alive.append(fleet.launch())
-        await asyncio.sleep(0.02)
-
-
-async def test_a_task_that_kills_its_worker_is_dead_lettered_and_the_rest_goes_on(
-    fleet: Fleet, producer: Mesh
-) -> None:
-    poison = await producer.get_task("poison").submit()
-    handles = await producer.get_task("work").submit_many(range(50))
-    ended = asyncio.ensure_future(poison.outcome())
-    await keep_alive(fleet, ended.done)
-    with pytest.raises(TaskFailed, match="died"):
-        await poison.result(timeout=1)
-    assert [await handle.result(timeout=10) for handle in handles] == list(range(50))
-    assert [deliveries for _, _, deliveries in fleet.executions("poison")] == ["1", "2", "3"]
-    [letter] = await producer.dead_letters()
-    assert letter.reason == "worker died"
-
-
-async def test_what_was_in_flight_beside_a_killer_is_not_condemned(fleet: Fleet, producer: Mesh) -> None:
-    neighbours = await producer.get_task("work").submit_many([BoundCall((n, 1.0), {}) for n in range(8)])
-    poison = await producer.get_task("poison").submit()
-    ended = [asyncio.ensure_future(handle.outcome()) for handle in [poison, *neighbours]]
-    await keep_alive(fleet, lambda: all(future.done() for future in ended), workers=2, timeout=60)
-    with pytest.raises(TaskFailed, match="died"):
-        await poison.result(timeout=1)
-    assert [await handle.result(timeout=1) for handle in neighbours] == list(range(8))
-    assert len(fleet.executions("poison")) == 3
+# At random
 
 
 async def test_a_hundred_random_terminations_under_load_lose_nothing(fleet: Fleet, producer: Mesh) -> None:

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taskmesh.broker.liveness import Witness
+from taskmesh.broker.caller import FIRST_PAUSE, LONGEST_PAUSE, pause_before
+from taskmesh.broker.liveness import NO_ANSWER, STRUCK_OFF, Beat, Steadiness, pause_between_looks
 from taskmesh.broker.streams import lane_quotas
 from taskmesh.errors import ConfigurationError, InvalidArguments
-from taskmesh.keys import RETURNED, SUSPECTS, check_name
+from taskmesh.keys import check_name
 from taskmesh.tasks import Context, Retry
 from taskmesh.worker.outcome import failure_of, judge
 from taskmesh.worker.pace import Pace
@@ -97,37 +98,76 @@ def test_over_sixteen_turns_the_lanes_have_twelve_three_and_one(turn: int) -> No
     assert tuple(map(sum, zip(*singles, strict=True))) == (12, 3, 1)
 
 
-# Witness
+# Steadiness
 
 
-def test_a_worker_is_dead_when_its_last_seen_stood_for_a_ttl() -> None:
-    witness = Witness(ttl=1.0)
-    rows = [(b"a", b"100"), (b"b", b"100")]
-    assert witness.observe(rows, 0.0, 1) == []
-    assert witness.observe([(b"a", b"101"), (b"b", b"100")], 0.9, 1) == []
-    [dead] = witness.observe([(b"a", b"101"), (b"b", b"100")], 1.0, 1)
-    assert (dead.worker, dead.last_seen) == (b"b", b"100")
+def beats(steadiness: Steadiness, *answers: tuple[float, int | None], generation: int = 1) -> None:
+    """Beats asked for at those seconds; the server's ms, or None where it gave no answer."""
+    for seconds, server_ms in answers:
+        steadiness.hear(
+            Beat(b"w", seconds, seconds, NO_ANSWER if server_ms is None else server_ms, generation)
+        )
 
 
-def test_a_lost_connection_starts_the_time_again() -> None:
-    witness = Witness(ttl=1.0)
-    rows = [(b"a", b"100")]
-    witness.observe(rows, 0.0, 1)
-    assert witness.observe(rows, 5.0, 2) == []
-    assert witness.observe(rows, 5.9, 2) == []
-    assert len(witness.observe(rows, 6.0, 2)) == 1
+def is_steady(steadiness: Steadiness, now: float, ahead: float = 0.0) -> bool:
+    """With a server whose clock began at 5 s, and is ahead of that by so many seconds."""
+    return steadiness.is_steady(now, int(1000 * (5 + now + ahead)))
 
 
-def test_a_worker_that_left_and_came_again_starts_anew() -> None:
-    witness = Witness(ttl=1.0)
-    witness.observe([(b"a", b"100")], 0.0, 1)
-    witness.observe([], 0.5, 1)
-    assert witness.observe([(b"a", b"100")], 1.5, 1) == []
+def test_an_observer_is_to_be_trusted_after_a_ttl_of_answers() -> None:
+    steadiness = Steadiness(ttl=1.0)
+    assert not is_steady(steadiness, 0.0)
+    beats(steadiness, *((step / 4, 5000 + 250 * step) for step in range(4)))
+    assert not is_steady(steadiness, 0.9)
+    beats(steadiness, (1.0, 6000))
+    assert is_steady(steadiness, 1.0)
+    assert not is_steady(steadiness, 1.6)  # no answer for longer than the heartbeat leaves
+    assert not is_steady(steadiness, 1.1, ahead=0.5)  # the server's clock has jumped since
 
 
-def test_what_was_handed_back_is_to_be_had_at_once() -> None:
-    dead = Witness(ttl=10).observe([(RETURNED, b"0"), (SUSPECTS, b"0"), (b"a", b"0")], 0.0, 1)
-    assert [each.worker for each in dead] == [RETURNED, SUSPECTS]
+@pytest.mark.parametrize(
+    ("what", "answers"),
+    [
+        ("no answer", [(1.0, None), (1.1, 6100)]),
+        ("a gap", [(1.8, 6800)]),
+        ("a clock that jumps on", [(1.1, 9000)]),
+        ("a clock that jumps back", [(1.1, 4000)]),
+    ],
+)
+def test_a_break_starts_the_time_again(what: str, answers: list[tuple[float, int | None]]) -> None:
+    steadiness = Steadiness(ttl=1.0)
+    beats(steadiness, *((step / 4, 5000 + 250 * step) for step in range(5)))
+    beats(steadiness, *answers)
+    end, server_ms = answers[-1]
+    assert server_ms is not None
+    ahead = server_ms / 1000 - 5 - end
+    assert not is_steady(steadiness, end, ahead)
+    beats(steadiness, *((end + step / 4, server_ms + 250 * step) for step in range(1, 5)))
+    assert is_steady(steadiness, end + 1.01, ahead)
+
+
+def test_a_new_connection_starts_the_time_again() -> None:
+    steadiness = Steadiness(ttl=1.0)
+    beats(steadiness, *((step / 4, 5000 + 250 * step) for step in range(5)))
+    beats(steadiness, (1.25, 6250), generation=2)
+    assert not is_steady(steadiness, 1.3)
+
+
+def test_a_server_that_has_struck_the_worker_off_is_there_all_the_same() -> None:
+    steadiness = Steadiness(ttl=1.0)
+    beats(steadiness, *((step / 4, 5000 + 250 * step) for step in range(5)))
+    beats(steadiness, (1.25, STRUCK_OFF))
+    assert not is_steady(steadiness, 1.3)
+    beats(steadiness, (1.5, 6500))
+    assert is_steady(steadiness, 1.5)
+
+
+def test_many_observers_look_in_turn() -> None:
+    assert pause_between_looks(10, 1) == pause_between_looks(10, 16) == 0.1
+    assert pause_between_looks(1, 16) == pytest.approx(0.1)
+    assert pause_between_looks(0.5, 2) == pytest.approx(0.05)
+    assert pause_between_looks(10, 160) == pytest.approx(1.0)
+    assert pause_between_looks(10, 5000) == pytest.approx(2.0)
 
 
 # Pace
@@ -152,12 +192,33 @@ def test_slowing_down_counts_at_once() -> None:
     assert pace.ahead <= 10
 
 
+def test_slots_that_end_together_say_nothing_about_the_pace() -> None:
+    pace = Pace(horizon=0.05, most=1000, slots=10)
+    for burst in range(1, 50):
+        for place in range(10):  # ten handlers of 0.2 s each, side by side: fifty a second
+            pace.ended(1, burst * 0.2 + place * 0.001)
+    assert 1 <= pace.ahead <= 5
+    for step in range(1, 400):
+        pace.ended(10, 11 + step * 0.001)  # and then ten thousand a second
+    assert pace.ahead >= 400
+
+
 def test_a_stall_forgets_what_was_measured_before() -> None:
     pace = Pace(horizon=1.0, most=10_000)
     for step in range(1, 100):
         pace.ended(10, step * 0.01)
     pace.stalled()
     assert pace.ahead == 0
+
+
+# trying again
+
+
+def test_pauses_between_tries_grow_up_to_a_limit_and_differ() -> None:
+    for attempt in range(60):
+        pauses = {pause_before(attempt) for _ in range(20)}
+        longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**attempt)
+        assert longest / 2 <= min(pauses) < max(pauses) <= longest
 
 
 # names

@@ -23,15 +23,18 @@ if string.find(place, '-', 1, true) then
   end
 elseif place ~= '' then
   -- Any number may be due in the same ms. Equal scores lie in the order of their bytes: the message's head, put
-  -- there for a moment, shows where it is.
-  local head = '\1' .. (tonumber(ARGV[4]) - 1) .. id
-  redis.call('ZADD', KEYS[4], place, head)
-  local rank = redis.call('ZRANK', KEYS[4], head)
-  redis.call('ZREM', KEYS[4], head)
-  local message = redis.call('ZRANGE', KEYS[4], rank, rank)[1]
-  if message and string.sub(message, 1, 22) == head then
-    redis.call('ZREM', KEYS[4], message)
-    found = true
+  -- there for a moment, shows where it is. Its first byte is the wire version: plain, or signed.
+  for version = 1, 2 do
+    local head = string.char(version) .. (tonumber(ARGV[4]) - 1) .. id
+    redis.call('ZADD', KEYS[4], place, head)
+    local rank = redis.call('ZRANK', KEYS[4], head)
+    redis.call('ZREM', KEYS[4], head)
+    local message = redis.call('ZRANGE', KEYS[4], rank, rank)[1]
+    if message and string.sub(message, 1, 22) == head then
+      redis.call('ZREM', KEYS[4], message)
+      found = true
+      break
+    end
   end
 end
 if found then

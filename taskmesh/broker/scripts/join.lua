@@ -21,8 +21,9 @@ local parked = redis.call('XRANGE', KEYS[6], ARGV[5], '+', 'COUNT', ARGV[6])
 for _, entry in ipairs(parked) do
   local fields = {}
   for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
-  if string.find(ARGV[4], '\n' .. fields.task .. '\n', 1, true) then
-    redis.call('XADD', KEYS[string.byte(fields.message, 2) - 47], '*', 'message', fields.message)
+  local lane = string.match(fields.message or '', '^.([012])')
+  if lane and string.find(ARGV[4], '\n' .. (fields.task or '') .. '\n', 1, true) then
+    redis.call('XADD', KEYS[lane + 1], '*', 'message', fields.message)
     redis.call('XDEL', KEYS[6], entry[1])
     released = released + 1
   end

@@ -14,7 +14,9 @@
 --         F  outcome, ttl ms, reply, reason         failed: dead-lettered with its reason
 --         R  message, delay ms                      to be tried again
 --         U  task                                   unknown here: given to a worker that knows it, else parked
---         G  reason                                 cannot be decoded: dead-lettered as it is
+--         W  task, own version, message, delay ms   the arguments do not fit here: given to a worker that knows the
+--                                                   task, but not in this version; else to be tried again
+--         G  reason, bytes                          cannot be read: dead-lettered with at most so many of its bytes
 --       then pairs for the blobs: which entry, how many chunks
 -- Returns the numbers of the entries whose claim was lost; {-1} when this settle number was done before.
 local stream, group, worker = KEYS[1], ARGV[2], ARGV[3]
@@ -23,7 +25,7 @@ if redis.call('HGET', KEYS[2], ARGV[9]) == ARGV[4] then return {-1} end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000) + tonumber(ARGV[1])
 local count, results, replies = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
-local width = {D = 2, S = 5, C = 5, F = 6, R = 4, U = 3, G = 3}
+local width = {D = 2, S = 5, C = 5, F = 6, R = 4, U = 3, W = 6, G = 4}
 
 -- One look at the span of the batch; what it does not show is looked at singly.
 local cursor, entries = 10, {}
@@ -43,19 +45,21 @@ local function holds(id)
   return row
 end
 
-local function dead_letter(row, id, reason, outcome)
+local function dead_letter(row, id, reason, outcome, bytes)
   local entry = redis.call('XRANGE', stream, id, id)[1]
-  redis.call('XADD', KEYS[4], '*', 'message', entry and entry[2][2] or '', 'reason', reason,
+  local message = entry and entry[2][2] or ''
+  redis.call('XADD', KEYS[4], '*', 'message', string.sub(message, 1, bytes), 'reason', reason,
     'deliveries', row[4], 'worker', worker, 'outcome', outcome, 'at', string.format('%.0f', now))
 end
 
--- A worker on the list that knows a task; the entry's time picks one of several.
+-- A worker on the list that knows a task, and not in the version named; the entry's time picks one of several.
 local known
-local function who_knows(task, id)
+local function who_knows(task, id, version)
   known = known or redis.call('HGETALL', KEYS[6])
   local able = {}
   for i = 1, #known, 2 do
-    if known[i] ~= worker and string.find(known[i + 1], '\n' .. task .. '\n', 1, true) then
+    if known[i] ~= worker and string.find(known[i + 1], '\n' .. task .. '\n', 1, true)
+      and not (version and string.find(known[i + 1], '\n' .. version .. '\n', 1, true)) then
       able[#able + 1] = known[i]
     end
   end
@@ -70,7 +74,10 @@ for i = 1, count do
   local id, kind = ARGV[at], ARGV[at + 1]
   local row = holds(id)
   local mine = row and (kind == 'S' or kind == 'D' or row[2] == worker)
-  local taker = mine and kind == 'U' and who_knows(ARGV[at + 2], id)
+  if mine then pending[id] = false end  -- a second ending of it in the same call comes too late
+  local taker
+  if mine and kind == 'U' then taker = who_knows(ARGV[at + 2], id) end
+  if mine and kind == 'W' then taker = who_knows(ARGV[at + 2], id, ARGV[at + 3]) end
   local key
   if kind == 'S' or kind == 'C' or kind == 'F' then
     result = result + 1
@@ -97,9 +104,10 @@ for i = 1, count do
         push[#push + 1] = outcome
       end
       if kind == 'C' then uncancel[#uncancel + 1] = string.sub(key, -20) end
-      if kind == 'F' then dead_letter(row, id, ARGV[at + 5], outcome) end
-    elseif kind == 'R' then
-      redis.call('ZADD', KEYS[3], string.format('%.0f', now + tonumber(ARGV[at + 3])), ARGV[at + 2])
+      if kind == 'F' then dead_letter(row, id, ARGV[at + 5], outcome, -1) end
+    elseif kind == 'R' or kind == 'W' then
+      local message = kind == 'R' and at + 2 or at + 4
+      redis.call('ZADD', KEYS[3], string.format('%.0f', now + tonumber(ARGV[message + 1])), ARGV[message])
     elseif kind == 'U' then
       local entry = redis.call('XRANGE', stream, id, id)[1]
       if entry then
@@ -107,7 +115,7 @@ for i = 1, count do
           'worker', worker, 'outcome', '', 'at', string.format('%.0f', now), 'task', ARGV[at + 2])
       end
     elseif kind == 'G' then
-      dead_letter(row, id, ARGV[at + 2], '')
+      dead_letter(row, id, ARGV[at + 2], '', tonumber(ARGV[at + 3]))
     end
   end
 end

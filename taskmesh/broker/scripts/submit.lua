@@ -1,5 +1,5 @@
-#!lua
--- Adds one batch of a producer to a queue, once, however often it is sent.
+-- Adds one batch of a producer to a queue, once, however often it is sent. It is not headed "#!lua": a full server
+-- would then refuse it before it could say that the batch is in. As it is, the first write is refused.
 --
 -- KEYS  1-3 task streams: high, normal, low   4 delayed set   5 the producer's record   6 control stream
 --       7.. blob chunks that become persistent with the batch
@@ -12,7 +12,11 @@ local number = tonumber(ARGV[2])
 local seen = redis.call('GET', KEYS[5])
 if seen then
   local last, accepted = string.match(seen, '^(%d+):(%d+)$')
-  if number <= tonumber(last) then return {tonumber(accepted)} end
+  if number <= tonumber(last) then
+    -- A write, for the WAIT that may follow: it counts from what its own connection wrote.
+    redis.call('PEXPIRE', KEYS[5], ARGV[4])
+    return {tonumber(accepted)}
+  end
 end
 
 if #KEYS > 6 then
