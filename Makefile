@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench explore chaos depth soak clean
 
 demo: $(VENV)/.ready  ## the main job, end to end, in under a minute
 	$(BIN)/taskmesh demo
@@ -21,6 +21,23 @@ check: $(VENV)/.ready
 
 bench: $(VENV)/.ready  ## the engine beside its peers; makes their environments itself
 	$(BIN)/python -m benchmarks.tasks --json
+
+COUNT ?= 200000
+SEED  ?=
+explore: $(VENV)/.ready  ## very many schedules: make explore COUNT=100000 SEED=7
+	$(BIN)/python -m tests.schedules.explore --count $(COUNT) $(if $(SEED),--seed $(SEED))
+
+chaos: $(VENV)/.ready  ## a minute of faults on every topology, then with primary loss where there are replicas
+	for topology in embedded single sentinel cluster; do \
+	  $(BIN)/python -m benchmarks.chaos --topology $$topology --json || exit 1; done
+	for topology in sentinel cluster; do \
+	  $(BIN)/python -m benchmarks.chaos --topology $$topology --primary-loss --json || exit 1; done
+
+depth: $(VENV)/.ready  ## long backlogs, a slow wire, dead workers, partitions, and the soak: about 40 minutes
+	$(BIN)/python -m benchmarks.depth --json
+
+soak: $(VENV)/.ready  ## ten minutes at half load: what grows
+	$(BIN)/python -m benchmarks.depth --only soak --json
 
 $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -23,7 +23,17 @@ class SideFailed(Exception):
 class Children:
     """Starts a side's processes against one server and one slot file; their output goes to a log."""
 
-    def __init__(self, side: Side, folder: Path, url: str, slots: Path, plan: Plan, *, results: bool) -> None:
+    def __init__(
+        self,
+        side: Side,
+        folder: Path,
+        url: str,
+        slots: Path,
+        plan: Plan,
+        *,
+        results: bool,
+        ttl: float | None = None,  # ours: the liveness TTL, instead of the adapter's own
+    ) -> None:
         self.side = side
         self._folder = folder
         self._log = folder / f"{side.name}.log"
@@ -39,6 +49,7 @@ class Children:
             "PYTHONWARNINGS": "ignore",
             "PYTHONDONTWRITEBYTECODE": "1",
             "C_FORCE_ROOT": "1",  # celery's word for: being root is no reason to refuse
+            **({} if ttl is None else {"BENCH_TTL": str(ttl)}),
         }
 
     def last_words(self) -> str:

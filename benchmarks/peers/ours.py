@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterable
 
@@ -12,7 +13,7 @@ from benchmarks.peers.handlers import ASYNC_HANDLERS
 from benchmarks.peers.settings import CONCURRENCY, RESULT_TTL, RESULTS, URL
 from taskmesh import Mesh, MeshSettings, WorkerSettings
 
-LIVENESS_TTL_S = 2.0
+LIVENESS_TTL_S = float(os.environ.get("BENCH_TTL", "2.0"))
 settings = MeshSettings(url=URL, liveness_ttl=LIVENESS_TTL_S, result_ttl=RESULT_TTL if RESULTS else 0)
 mesh = Mesh("bench", settings=settings)
 TASKS = {name: mesh.task(name=name)(handler) for name, handler in ASYNC_HANDLERS.items()}

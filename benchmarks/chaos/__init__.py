@@ -1,0 +1,1 @@
+"""The chaos run: real processes under a seeded schedule of faults, and an account of every message at the end."""
