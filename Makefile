@@ -10,7 +10,7 @@ demo: $(VENV)/.ready  ## the main job, end to end, in under a minute
 	$(BIN)/taskmesh demo
 
 test: $(VENV)/.ready check  ## linters, types, import contract, tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -53,7 +53,7 @@ async def test_a_killer_takes_two_workers_and_a_process_along_and_ends_among_the
 
 
 async def test_a_hundred_in_flight_beside_a_killer_all_succeed(fleet: Fleet, producer: Mesh) -> None:
-    neighbours = await producer.get_task("work").submit_many([BoundCall((n, 1.0), {}) for n in range(100)])
+    neighbours = await producer.get_task("work").submit_many([BoundCall((n, 0.3), {}) for n in range(100)])
     poison = await producer.get_task("poison").submit()
     later = await producer.get_task("work").submit_many(range(100, 200))
     ended = [asyncio.ensure_future(handle.outcome()) for handle in [poison, *neighbours, *later]]

@@ -119,7 +119,9 @@ async def test_a_frozen_primary_that_comes_back_settles_nothing_again(
         servers.resume()
         await submit_steadily(app, 5, 100)
         await app.await_all()
-        assert app.runs == Counter(dict.fromkeys(app.accepted, 1))
+        # Until it is demoted, a worker that has not heard of the failover may be given its own history once more:
+        # that runs again, and counts for nothing.
+        assert app.runs.keys() == app.accepted.keys()
         await asyncio.to_thread(servers.wait_until_healthy)
         assert servers.primary is not lost
         failovers = servers.failovers
@@ -133,7 +135,7 @@ async def test_a_frozen_primary_that_comes_back_settles_nothing_again(
         )
         await app.await_all()
         await sleeper.await_all()
-        assert app.runs == Counter(dict.fromkeys(app.accepted, 1))
+        assert all(app.runs[queue, n] == 1 for queue, n in app.accepted if n >= 200)
         assert awake.runs == Counter(dict.fromkeys(sleeper.accepted, 1))
         assert await app.unsettled() == 0
         assert writes_of_clients(lost) == before

@@ -70,10 +70,11 @@ class Int8:
         scales = view_values(data, "<f4", HEAD.size, chunks)
         values: Values = view_values(data, np.int8, HEAD.size + 4 * chunks, count).astype(np.float32)
         whole = count // chunk * chunk
-        if whole:
-            values[:whole].reshape(-1, chunk)[:] *= scales[: whole // chunk, None]
-        if whole < count:
-            values[whole:] *= scales[-1]
+        with np.errstate(over="ignore", invalid="ignore"):  # damage: whoever asked sees that it is not finite
+            if whole:
+                values[:whole].reshape(-1, chunk)[:] *= scales[: whole // chunk, None]
+            if whole < count:
+                values[whole:] *= scales[-1]
         return values
 
     def _rows(self, values: Values) -> Values:
