@@ -103,6 +103,8 @@ class Upkeep:
         for worker, last_seen in found.silent:
             if not (is_steady or is_given_back(worker)):
                 continue
+            if is_given_back(worker) and source.accounts.locked():
+                continue  # a hand-back that is made again must not meet what it gave here, claimed anew
             room = min(self._host.room(source), MAX_CLAIM)
             if worker == SUSPECTS:
                 room = min(room, self._host.room_for_suspects)
