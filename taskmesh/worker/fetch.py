@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from taskmesh.broker.caller import pause_before
@@ -20,6 +19,7 @@ from taskmesh.broker.streams import CONTROL_LENGTH, lane_quotas, read_fetched
 from taskmesh.errors import BrokerError, BrokerRefused
 from taskmesh.messages import Entry
 from taskmesh.worker.deliveries import Source
+from taskmesh.worker.room import Room
 
 log = logging.getLogger("taskmesh.worker")
 BLOCK = 5.0
@@ -28,15 +28,7 @@ WAITING_SHARE = 16
 
 
 class Host(Protocol):
-    """Who takes the entries, and says how many are welcome."""
-
-    def room(self, source: Source) -> int: ...
-
-    def asking(self, count: int) -> AbstractContextManager[None]:
-        """While it lasts, so many deliveries may be on their way, and room is kept for them."""
-        ...
-
-    async def wait_for_room(self, source: Source) -> None: ...
+    """Who takes the entries."""
 
     def take_in(self, source: Source, entries: Sequence[Entry], now_ms: int) -> None: ...
 
@@ -54,9 +46,10 @@ class Fetcher:
         beside: how many fetchers the worker has. Those that wait keep no room, so each waits for little.
     """
 
-    def __init__(self, source: Source, host: Host, longest_wait: float, beside: int) -> None:
+    def __init__(self, source: Source, host: Host, room: Room, longest_wait: float, beside: int) -> None:
         self._source = source
         self._host = host
+        self._room = room
         self._block_ms = int(min(BLOCK, longest_wait) * 1000)
         self._share = WAITING_SHARE * beside
         self._partition = source.partition
@@ -80,9 +73,9 @@ class Fetcher:
         while not self._stopping:
             if self._adopt_now:
                 await self._recover(self._adopt())
-            room = self._host.room(self._source)
+            room = self._room.of(self._source)
             if room < 1:
-                await self._host.wait_for_room(self._source)
+                await self._room.wait_for(self._source)
                 continue
             try:
                 idle = not await self._fetch(room, idle)
@@ -130,7 +123,7 @@ class Fetcher:
             timeout = REPLY_MARGIN
         # The control stream is read right behind the delivery: whoever was cancelled before it is known here.
         control = ("XREAD", "COUNT", CONTROL_LENGTH, "STREAMS", keys.control, source.last_control)
-        with self._host.asking(0 if idle else asked):
+        with self._room.asking(0 if idle else asked):
             if self._client is None or self._client[0] != self._link.generation:
                 self._client = (self._link.generation, int(await self._link.call("CLIENT", "ID")))
             reply, control_reply, time = await self._link.call_many([read, control, ("TIME",)], timeout)

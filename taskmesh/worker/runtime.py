@@ -7,15 +7,10 @@ handed back; everything is settled; the worker leaves its queues; last of all th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import secrets
-import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from taskmesh.broker.liveness import NO_ANSWER, STRUCK_OFF, Beat
 from taskmesh.broker.scripts import FETCH, SETTLE
 from taskmesh.broker.streams import CONTROL_LENGTH, Partition
 from taskmesh.errors import BrokerError
@@ -30,34 +25,22 @@ from taskmesh.worker.deliveries import Delivery, Source
 from taskmesh.worker.endings import Endings
 from taskmesh.worker.execute import Executor
 from taskmesh.worker.fetch import Fetcher
-from taskmesh.worker.heartbeat import Heartbeat, new_heartbeat
 from taskmesh.worker.intake import Intake
 from taskmesh.worker.isolate import Isolated
-from taskmesh.worker.lease import Place
+from taskmesh.worker.membership import Membership
 from taskmesh.worker.pace import Pace
 from taskmesh.worker.processes import Processes
+from taskmesh.worker.room import Room
 from taskmesh.worker.settle import Settler
 from taskmesh.worker.upkeep import Upkeep
-from taskmesh.worker.versions import abilities
 
 log = logging.getLogger("taskmesh.worker")
 TICK = 0.1
-BATCHES_AHEAD = 2
-FIRST_BEAT_LIMIT = 30.0
 _ENGINE_FILES = (calls.__file__, drive.__file__, execute.__file__, middleware.__file__, endings.__file__)
 
 
-def new_worker_name() -> bytes:
-    """An incarnation's name; never used again."""
-    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}".encode()
-
-
 class Worker:
-    """Serves partitions with the tasks of a registry. ``start`` it, and ``stop`` it.
-
-    Attributes:
-        worker: the name of its present incarnation; where it was struck off in one partition, the newest.
-    """
+    """Serves partitions with the tasks of a registry. ``start`` it, and ``stop`` it."""
 
     def __init__(
         self,
@@ -68,8 +51,6 @@ class Worker:
         observers: Observers,
         middlewares: Sequence[Middleware] = (),
     ) -> None:
-        self.worker = new_worker_name()
-        self._registry = registry
         self._mesh_settings = mesh_settings
         self._settings = settings
         self._observers = Observers([observers])
@@ -78,28 +59,30 @@ class Worker:
         self._calls = Calls(list(middlewares), settings.concurrency)
         processes = Processes(list(registry), mesh_settings, settings.processes or cpu_count())
         isolated = Isolated(processes, self._endings, lambda each: self._intake.set_aside([each]))
-        self._executor = Executor(settings, self._endings, self._calls, isolated, self._room_changed)
+        self._executor = Executor(
+            settings, self._endings, self._calls, isolated, lambda: self._room.changed()
+        )
         self._intake = Intake(
             registry, self._endings, self._executor, self._observers, self._hand_back, processes
         )
         self._pace = Pace(settings.fetch_ahead, settings.max_fetch, settings.concurrency)
-        self._rows = {source: self._rows_per_slot(source.queue) for source in self._sources}
-        self._isolation = {source: self._share_in_processes(source.queue) for source in self._sources}
+        self._room = Room(self._sources, registry, self._executor, self._pace, settings)
+        self._membership = Membership(
+            self._sources, registry, mesh_settings, settings, self._slack, self._lost
+        )
         self._settlers: dict[Source, Settler] = {}
         self._fetchers: dict[Source, Fetcher] = {}
         self._upkeeps: dict[Source, Upkeep] = {}
         self._fetching: list[asyncio.Task[None]] = []
         self._loops: list[asyncio.Task[None]] = []
-        self._rejoining: set[asyncio.Task[None]] = set()
-        self._room = asyncio.Event()
         self._progress = time.monotonic()
-        self._heartbeat: Heartbeat | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._without_beat = set(range(len(partitions)))
-        self._is_leased = asyncio.Event()
-        self._asked = 0
         self._stopping = False
         self._stopped = asyncio.Event()
+
+    @property
+    def worker(self) -> bytes:
+        """The name of its present incarnation; where it was struck off in one partition, the newest."""
+        return self._membership.name
 
     # life
 
@@ -111,7 +94,7 @@ class Worker:
         """
         try:
             await self._enter()
-            await self._keep_lease()
+            await self._membership.keep_lease()
         except BaseException:
             await self.stop(0.0)  # it may have entered some of the queues
             raise
@@ -119,40 +102,15 @@ class Worker:
 
     async def _enter(self) -> None:
         for source in self._sources:
-            source.worker = self.worker
-            await self._join(source)
+            await self._membership.enter(source)
             await source.partition.caller.load(source.keys.tag, [FETCH, SETTLE])
-            upkeep = Upkeep(source, self, self._mesh_settings.liveness_ttl, self._observers)
+            upkeep = Upkeep(source, self, self._room, self._mesh_settings.liveness_ttl, self._observers)
             settler = Settler(source, self._observers, self._pace, upkeep.poke_promoter)
             self._upkeeps[source] = upkeep
             self._settlers[source] = settler
             self._endings.serve(source, settler)
             self._fetchers[source] = Fetcher(
-                source, self, self._mesh_settings.liveness_ttl / 2, len(self._sources)
-            )
-
-    async def _keep_lease(self) -> None:
-        """Start the heartbeat, and wait until it beats everywhere.
-
-        A child process takes a second to come up on a busy machine. What was fetched before that would be held under
-        a lease that nobody renews; without anything in hand, a worker that is struck off just takes a new name.
-        """
-        self._loop = asyncio.get_running_loop()
-        self._heartbeat = new_heartbeat(
-            self._settings.heartbeat,
-            self._sources[0].partition.caller.server.url,
-            [Place(source.keys.tag, source.keys.workers) for source in self._sources],
-            self._mesh_settings.liveness_ttl,
-            self,
-            self._settings.loop_grace,
-        )
-        self._heartbeat.start()
-        try:
-            async with asyncio.timeout(FIRST_BEAT_LIMIT):
-                await self._is_leased.wait()
-        except TimeoutError:
-            log.warning(
-                "no heartbeat has come through for %.0f s; the worker serves all the same", FIRST_BEAT_LIMIT
+                source, self, self._room, self._mesh_settings.liveness_ttl / 2, len(self._sources)
             )
 
     def _serve(self) -> None:
@@ -176,6 +134,8 @@ class Worker:
             await self._stopped.wait()
             return
         self._stopping = True
+        self._membership.close()
+        self._room.close()
         try:
             await self._drain_and_leave(timeout)
         finally:
@@ -184,7 +144,6 @@ class Worker:
     async def _drain_and_leave(self, timeout: float | None) -> None:
         give_up_after = self._settings.drain_timeout if timeout is None else timeout
         give_up_at = time.monotonic() + give_up_after
-        self._room.set()
         await self._stop_fetching()
         self._intake.stop_downloads()
         await self._hand_back(self._executor.take_waiting())
@@ -202,8 +161,7 @@ class Worker:
                 await source.partition.leave(source.worker)
             except BrokerError as error:
                 log.warning("queue %s: leaving: %s", source.queue, error)
-        if self._heartbeat is not None:
-            await asyncio.to_thread(self._heartbeat.stop)
+        await self._membership.stop()
         log.info("worker %s has stopped", self.worker.decode())
 
     def abandon(self) -> None:
@@ -213,8 +171,8 @@ class Worker:
         """
         self._stopping = True
         self._stopped.set()
-        if self._heartbeat is not None:
-            self._heartbeat.end()
+        self._membership.abandon()
+        self._room.close()
         self._executor.abandon()
         self._endings.close()
         for task in self._background():
@@ -226,7 +184,7 @@ class Worker:
         self._observers.add(observer)
 
     def _background(self) -> list[asyncio.Task[None]]:
-        return [*self._fetching, *self._loops, *self._intake.tasks, *self._rejoining]
+        return [*self._fetching, *self._loops, *self._intake.tasks, *self._membership.tasks]
 
     async def _stop_fetching(self) -> None:
         for fetcher in self._fetchers.values():
@@ -247,43 +205,6 @@ class Worker:
         await self.stop()
 
     # what the fetchers and the upkeep ask and bring
-
-    def room(self, source: Source) -> int:
-        """Deliveries of a partition that are welcome now."""
-        if self._stopping:
-            return 0
-        free, isolation = self._executor.free, self._isolation[source]
-        if isolation:
-            if self._executor.isolated.is_crowded:
-                return 0
-            if isolation == 1:
-                free = min(free, self._executor.isolated.free)
-        if free > 0:
-            free = max(free, min(free, BATCHES_AHEAD) * self._rows[source])
-        ahead = self._pace.ahead
-        room = min(free + ahead, self._settings.max_fetch) - self._asked
-        # While a stock lies here, one fetch for a good part of it, not one for every slot that frees.
-        return room if room >= ahead // 4 else 0
-
-    @contextlib.contextmanager
-    def asking(self, count: int) -> Iterator[None]:
-        """While it lasts, so many deliveries may be on their way: the other partitions leave room for them."""
-        self._asked += count
-        try:
-            yield
-        finally:
-            self._asked -= count
-            if count:
-                self._room_changed()
-
-    async def wait_for_room(self, source: Source) -> None:
-        self._room.clear()
-        if self.room(source) < 1 and not self._stopping:
-            await self._room.wait()
-
-    def _room_changed(self) -> None:
-        if not self._room.is_set() and any(self.room(source) for source in self._sources):
-            self._room.set()
 
     def take_in(self, source: Source, entries: Sequence[Entry], now_ms: int) -> None:
         """Deliveries, as of that Redis time."""
@@ -319,29 +240,11 @@ class Worker:
     def adopt(self, source: Source) -> None:
         """The server may hold entries for this worker that it does not know of."""
         self._fetchers[source].adopt()
-        self._room.set()
+        self._room.wake()
 
     async def rejoin(self, source: Source) -> None:
         """The stream or the lease is gone: enter the queue again."""
-        await self._join(source)
-
-    async def _join(self, source: Source) -> None:
-        able = abilities(self._registry, source.partition.wire_versions)
-        joined = await source.partition.join(source.worker, able)
-        source.last_control = joined.last_control
-        source.mark(joined.cancelled)
-        if joined.released:
-            log.info("queue %s: released %d parked messages", source.queue, joined.released)
-
-    def _rows_per_slot(self, queue: str) -> int:
-        """How many deliveries of a queue fit into one slot: a batch where all its tasks gather batches."""
-        batches = [task.options.batch for task in self._registry if task.options.queue == queue]
-        return min((batch.max_rows if batch else 1 for batch in batches), default=1)
-
-    def _share_in_processes(self, queue: str) -> float:
-        """The share of a queue's tasks that run in processes."""
-        choices = [bool(task.options.process) for task in self._registry if task.options.queue == queue]
-        return sum(choices) / len(choices) if choices else 0.0
+        await self._membership.enter(source)
 
     # giving back
 
@@ -390,42 +293,15 @@ class Worker:
 
     # liveness
 
-    def name_in(self, number: int) -> bytes:
-        """What this worker is called in a partition. Any thread."""
-        return self._sources[number].worker
-
-    def offset_ms(self) -> int:
-        return self._sources[0].partition.caller.clock.offset_ms
-
-    def slack(self) -> float | None:
+    def _slack(self) -> float | None:
         """Seconds for which the event loop may go on being blocked; None without a limit. Any thread."""
         started, limit = self._executor.current or (0.0, self._executor.longest_timeout())
         if limit is None:
             return None
         return limit - (time.monotonic() - max(started, self._progress))
 
-    def heard(self, number: int, beat: Beat) -> None:
-        """What came of a heartbeat. Any thread."""
-        source = self._sources[number]
-        source.steadiness.hear(beat)
-        if beat.server_ms not in (STRUCK_OFF, NO_ANSWER) and number in self._without_beat:
-            self._without_beat.discard(number)
-            if not self._without_beat and self._loop is not None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
-                    self._loop.call_soon_threadsafe(self._is_leased.set)
-        if beat.server_ms == STRUCK_OFF and beat.worker == source.worker and self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
-                self._loop.call_soon_threadsafe(self._struck_off, source, beat.worker)
-
-    def _struck_off(self, source: Source, old: bytes) -> None:
-        """Stopped for longer than the TTL: others have this partition's work now. Take a new name there and go on."""
-        if self._stopping or old != source.worker:
-            return
-        self.worker = source.worker = new_worker_name()
-        log.warning(
-            "queue %s: worker %s was struck off; it goes on as %s",
-            *(source.queue, old.decode(), self.worker.decode()),
-        )
+    def _lost(self, source: Source, old: bytes) -> None:
+        """Struck off in a partition: what has not started there is others' now."""
         self._observers.emit(WorkerLost(old.decode()))
         for delivery in self._executor.take_waiting():
             if delivery.source is not source:
@@ -433,15 +309,6 @@ class Worker:
         for lane in source.held:
             lane.clear()
         self._executor.dispatch()
-        entering = asyncio.create_task(self._enter_again(source), name="taskmesh rejoin")
-        self._rejoining.add(entering)
-        entering.add_done_callback(self._rejoining.discard)
-
-    async def _enter_again(self, source: Source) -> None:
-        try:
-            await self._join(source)
-        except BrokerError as error:
-            log.warning("queue %s: entering again: %s", source.queue, error)
 
 
 async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:

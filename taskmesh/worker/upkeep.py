@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from random import Random
 from typing import Protocol
 
@@ -17,6 +16,7 @@ from taskmesh.events import Claimed, Observers
 from taskmesh.keys import SUSPECTS
 from taskmesh.messages import Entry
 from taskmesh.worker.deliveries import Source
+from taskmesh.worker.room import Room
 
 log = logging.getLogger("taskmesh.worker")
 _random = Random()  # not the module's: handlers may have seeded that one, and count on it
@@ -32,10 +32,6 @@ class Host(Protocol):
     @property
     def room_for_suspects(self) -> int: ...
 
-    def room(self, source: Source) -> int: ...
-
-    def asking(self, count: int) -> AbstractContextManager[None]: ...
-
     def take_in(self, source: Source, entries: Sequence[Entry], now_ms: int) -> None: ...
 
     def control(self, source: Source, entries: Sequence[tuple[bytes, list[bytes]]]) -> None: ...
@@ -48,9 +44,10 @@ class Host(Protocol):
 class Upkeep:
     """The loops of one partition; ``poke_observer`` and ``poke_promoter`` make them look now."""
 
-    def __init__(self, source: Source, host: Host, ttl: float, observers: Observers) -> None:
+    def __init__(self, source: Source, host: Host, room: Room, ttl: float, observers: Observers) -> None:
         self._source = source
         self._host = host
+        self._room = room
         self._observers = observers
         self._ttl = ttl
         self._pause = pause_between_looks(ttl, 1)
@@ -105,13 +102,13 @@ class Upkeep:
                 continue
             if is_given_back(worker) and source.accounts.locked():
                 continue  # a hand-back that is made again must not meet what it gave here, claimed anew
-            room = min(self._host.room(source), MAX_CLAIM)
+            room = min(self._room.of(source), MAX_CLAIM)
             if worker == SUSPECTS:
                 room = min(room, self._host.room_for_suspects)
             if room < 1 or worker == source.worker:
                 continue
             own_name = source.worker
-            with self._host.asking(room):
+            with self._room.asking(room):
                 entries = await partition.claim(worker, last_seen, own_name, room)
             if not entries:
                 continue

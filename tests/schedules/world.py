@@ -16,7 +16,7 @@ from taskmesh.broker import caller
 from taskmesh.broker.connect import Server
 from taskmesh.broker.link import Command, error_of_reply
 from taskmesh.errors import TaskmeshError
-from taskmesh.worker import runtime, upkeep
+from taskmesh.worker import membership, upkeep
 from taskmesh.worker.heartbeat import Host
 from taskmesh.worker.lease import Keeper, Place
 from taskmesh.worker.runtime import Worker
@@ -57,8 +57,8 @@ class World:
             stack.enter_context(self.timeline.governing())
             stack.enter_context(patch.object(Server, "connect", wires.connect))
             stack.enter_context(patch.object(client_module, "new_producer", self._new_producer))
-            stack.enter_context(patch.object(runtime, "new_worker_name", self._new_worker_name))
-            stack.enter_context(patch.object(runtime, "new_heartbeat", SimulatedHeartbeat))
+            stack.enter_context(patch.object(membership, "new_worker_name", self._new_worker_name))
+            stack.enter_context(patch.object(membership, "new_heartbeat", SimulatedHeartbeat))
             for module in (caller, upkeep):
                 stack.enter_context(patch.object(module, "_random", random.Random(self.setting.noise)))
             yield
