@@ -110,6 +110,7 @@ class Executor:
                 return
             now = time.monotonic()
             if now > slice_end:
+                self._on_room()  # the next fetch is on its way while the rest of the stock is worked at
                 await asyncio.sleep(0)
                 slice_end = time.monotonic() + TIME_SLICE
         self._starting -= 1

@@ -59,13 +59,13 @@ class Membership:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._without_beat = set(range(len(sources)))
         self._is_leased = asyncio.Event()
-        self._entering: set[asyncio.Task[None]] = set()
+        self._entering: dict[Source, asyncio.Task[None]] = {}
         self._closed = False
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
         """What is under way to enter queues again."""
-        return list(self._entering)
+        return list(self._entering.values())
 
     async def enter(self, source: Source) -> None:
         """Join a queue, for the first time or again.
@@ -123,7 +123,9 @@ class Membership:
     # what the heartbeat asks and says, from its own thread
 
     def name_in(self, number: int) -> bytes:
-        return self._sources[number].worker
+        source = self._sources[number]
+        # A heartbeat that overtakes the entry would be told that the new name is not on the list.
+        return b"" if source in self._entering else source.worker
 
     def offset_ms(self) -> int:
         return self._sources[0].partition.caller.clock.offset_ms
@@ -146,7 +148,7 @@ class Membership:
 
     def _struck_off(self, source: Source, old: bytes) -> None:
         """Stopped for longer than the TTL: others have this partition's work now. Take a new name there and go on."""
-        if self._closed or old != source.worker:
+        if self._closed or old != source.worker or source in self._entering:
             return
         self.name = source.worker = new_worker_name()
         log.warning(
@@ -154,12 +156,12 @@ class Membership:
             *(source.queue, old.decode(), self.name.decode()),
         )
         self._on_lost(source, old)
-        entering = asyncio.create_task(self._enter_again(source), name="taskmesh rejoin")
-        self._entering.add(entering)
-        entering.add_done_callback(self._entering.discard)
+        self._entering[source] = asyncio.create_task(self._enter_again(source), name="taskmesh rejoin")
 
     async def _enter_again(self, source: Source) -> None:
         try:
             await self.enter(source)
         except BrokerError as error:
             log.warning("queue %s: entering again: %s", source.queue, error)
+        finally:
+            del self._entering[source]
