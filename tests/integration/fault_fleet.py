@@ -11,7 +11,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import redis
+
 from taskmesh import Mesh
+from taskmesh.keys import RETURNED
 from tests.conftest import settings_for_tests
 
 TTL = 0.6
@@ -93,3 +96,9 @@ def client_of(url: str, **changes: Any) -> Mesh:
     async def hidden_poison() -> None: ...
 
     return mesh
+
+
+def held_by(plain: redis.Redis, lane: str) -> dict[bytes, int]:
+    """How many entries of a task stream each worker holds."""
+    rows = plain.xpending(lane, "workers")["consumers"]
+    return {row["name"]: row["pending"] for row in rows if row["name"] != RETURNED}

@@ -1,20 +1,13 @@
 """What deployments run into: races for stale work, restarts by the hundred, deep queues, skewed clocks, full servers.
 
-Workers live in this process where their death is a matter of what Redis hears, and in processes where signals,
-clocks or memory matter.
+Workers live in this process where their death is a matter of what Redis hears, and in processes where memory matters.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,19 +22,17 @@ from taskmesh import (
     Next,
     QueueFull,
     QueueOptions,
-    Retry,
     TaskFailed,
     WorkerSettings,
 )
 from taskmesh.events import Event, Settled
-from taskmesh.keys import RETURNED
 from taskmesh.monitoring import snapshot
 from taskmesh.testing import RedisServer, wait_until
 from taskmesh.worker.runtime import Worker
 from tests.conftest import MakeMesh, settings_for_tests
-from tests.integration.cli_support import Program, resident_bytes
+from tests.integration.cli_support import resident_bytes
 from tests.integration.fault_fleet import PREFIX as FLEET_PREFIX
-from tests.integration.fault_fleet import Fleet
+from tests.integration.fault_fleet import Fleet, held_by
 
 TTL = 0.5
 PREFIX = "taskmesh:{test:default:0}:"
@@ -63,10 +54,11 @@ def consumers(plain: redis.Redis) -> set[bytes]:
     return {consumer["name"] for consumer in plain.xinfo_consumers(LANE, "workers")}
 
 
-def held_by(plain: redis.Redis) -> dict[bytes, int]:
-    """How many entries each worker holds."""
-    rows = plain.xpending(LANE, "workers")["consumers"]
-    return {row["name"]: row["pending"] for row in rows if row["name"] != RETURNED}
+def hand_over(plain: redis.Redis, to: Worker) -> None:
+    """Have the one message that a worker holds belong to another one as well."""
+    [entry] = plain.xpending_range(LANE, "workers", "-", "+", 1)
+    plain.xclaim(LANE, "workers", to.worker, 0, [entry["message_id"]])
+    plain.xadd(PREFIX + "control", {"given": to.worker})
 
 
 # stale work, and who gets it
@@ -149,9 +141,7 @@ async def test_a_success_is_never_rewritten_as_a_failure(
         handle = await work.submit()
         await wait_until(lambda: started == [1])
         async with mesh.worker() as second:
-            [entry] = plain.xpending_range(LANE, "workers", "-", "+", 1)
-            plain.xclaim(LANE, "workers", second.worker, 0, [entry["message_id"]])
-            plain.xadd(PREFIX + "control", {"given": second.worker})
+            hand_over(plain, second)
             await wait_until(lambda: started == [1, 2])
             go[1].set()
             await asyncio.sleep(0.2)
@@ -271,7 +261,7 @@ async def test_twenty_workers_share_what_takes_long_and_none_hoards(
             await stack.enter_async_context(mesh.worker(WorkerSettings(concurrency=10)))
         handles = await work.submit_many(range(1000))
         while plain.xlen(LANE):
-            most = max(most, *held_by(plain).values(), 0)
+            most = max(most, *held_by(plain, LANE).values(), 0)
             await asyncio.sleep(0.02)
         assert [await handle.result(timeout=5) for handle in handles] == list(range(1000))
     assert 10 <= most <= 20
@@ -409,150 +399,6 @@ async def test_a_million_keys_of_others_do_not_slow_a_look(tmp_path: Path) -> No
         assert not seldom, seldom
 
 
-# processes: clocks, signals
-
-SKEWED = """
-import asyncio, os, time
-
-ahead = float(os.environ["AHEAD"])
-now, now_ns = time.time, time.time_ns
-time.time, time.time_ns = lambda: now() + ahead, lambda: now_ns() + int(ahead * 1e9)
-
-from taskmesh import Context, Mesh, Retry
-
-mesh = Mesh("test")
-
-@mesh.task
-async def who(ctx: Context, seconds: float) -> list[int]:
-    await asyncio.sleep(seconds)
-    return [os.getpid(), ctx.deliveries]
-
-@mesh.task(retry=Retry(attempts=2, delay=0.5, jitter=0))
-async def flaky(ctx: Context) -> int:
-    if ctx.attempt == 1:
-        raise OSError
-    return ctx.attempt
-
-@mesh.task
-async def chain() -> int:
-    handle = await who.options(expires=2).submit_in(0.2, 0.0)
-    return (await handle.result(timeout=5))[1]
-
-async def main():
-    async with mesh.worker():
-        print("ready", flush=True)
-        await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
-
-@pytest.fixture
-def skewed(redis_url: str) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Two workers whose own clocks are ten minutes apart, and five from everybody else's."""
-    processes = []
-    for ahead in ("-300", "300"):
-        environment = {
-            **os.environ,
-            "TASKMESH_URL": redis_url,
-            "TASKMESH_LIVENESS_TTL": str(TTL * 2),
-            "AHEAD": ahead,
-        }
-        processes.append(
-            subprocess.Popen([sys.executable, "-c", SKEWED], env=environment, stdout=subprocess.PIPE)
-        )
-    for process in processes:
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-    yield processes
-    for process in processes:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-async def test_workers_whose_clocks_differ_by_minutes_agree_on_every_time(
-    make_mesh: MakeMesh, skewed: list[subprocess.Popen[bytes]], plain: redis.Redis
-) -> None:
-    """Expiry, delays, retries and leases."""
-    mesh = make_mesh(liveness_ttl=TTL * 2)
-
-    @mesh.task
-    async def who(seconds: float) -> list[int]:
-        return []
-
-    @mesh.task(retry=Retry(attempts=2))
-    async def flaky() -> int:
-        return 0
-
-    @mesh.task
-    async def chain() -> int:
-        return 0
-
-    async with mesh:
-        soon = await who.options(expires=10).submit_many([0.02] * 40)
-        ran = [await handle.result(timeout=10) for handle in soon]
-        assert {pid for pid, _ in ran} == {process.pid for process in skewed}
-        began = time.monotonic()
-        delayed = [await who.submit_in(0.5, 0.0), await flaky.submit()]
-        for handle in delayed:
-            await handle.result(timeout=10)
-            assert 0.5 <= time.monotonic() - began < 3
-        assert [await (await chain.submit()).result(timeout=10) for _ in range(4)] == [1] * 4
-        long = await who.submit_many([TTL * 6] * 4)
-        assert [deliveries for _, deliveries in [await each.result(timeout=10) for each in long]] == [1] * 4
-        dies = await who.submit_many([1.0] * 40)
-        await wait_until(lambda: len(held_by(plain)) == 2)
-        skewed[0].kill()
-        ends = [await handle.result(timeout=10) for handle in dies]
-        assert {pid for pid, _ in ends} == {skewed[1].pid}
-        assert {deliveries for _, deliveries in ends} == {1, 2}
-
-
-SHOP = """
-import pathlib, time
-from taskmesh import Mesh
-
-mesh = Mesh("shop")
-
-@mesh.task
-def hold(seconds: float) -> None:
-    pathlib.Path("started").touch()
-    time.sleep(seconds)
-"""
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["one signal", "two signals"])
-async def test_a_worker_ends_in_time_with_the_server_gone_and_a_thread_that_runs_on(
-    tmp_path: Path, again: bool
-) -> None:
-    (tmp_path / "shop.py").write_text(SHOP)
-    grace = "30" if again else "1"
-    with RedisServer() as server:
-        worker = Program(["worker", "shop:mesh", "--drain-timeout", grace], tmp_path, server.url)
-        try:
-            await worker.says("serves")
-            mesh = Mesh("shop", settings=settings_for_tests(server.url))
-
-            @mesh.task
-            def hold(seconds: float) -> None: ...
-
-            async with mesh:
-                await hold.submit(60)
-            await wait_until((tmp_path / "started").exists)
-            server.kill()
-            worker.process.send_signal(signal.SIGTERM)
-            began = time.monotonic()
-            await worker.says("draining")
-            if again:
-                worker.process.send_signal(signal.SIGTERM)
-            await worker.ends(20)
-            assert time.monotonic() - began < (2 if again else 1 + 5)
-            assert "Traceback" not in worker.text
-        finally:
-            worker.close()
-
-
 async def test_a_large_result_that_does_not_count_leaves_the_one_that_does(
     make_mesh: MakeMesh, plain: redis.Redis
 ) -> None:
@@ -571,9 +417,7 @@ async def test_a_large_result_that_does_not_count_leaves_the_one_that_does(
         handle = await task.submit()
         await wait_until(lambda: started == [1])
         async with mesh.worker() as second:
-            [entry] = plain.xpending_range(LANE, "workers", "-", "+", 1)
-            plain.xclaim(LANE, "workers", second.worker, 0, [entry["message_id"]])
-            plain.xadd(PREFIX + "control", {"given": second.worker})
+            hand_over(plain, second)
             await wait_until(lambda: started == [1, 2])
             go[2].set()
             await wait_until(lambda: plain.xlen(LANE) == 0)

