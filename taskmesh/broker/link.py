@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import ssl
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -84,11 +86,12 @@ def error_of_connection(error: BaseException, where: str) -> BrokerError:
 class _Group:
     """Commands that were sent together, and the replies so far."""
 
-    __slots__ = ("count", "done", "replies", "timer")
+    __slots__ = ("count", "done", "replies", "sent", "timer")
 
-    def __init__(self, count: int, done: asyncio.Future[list[Any]]) -> None:
+    def __init__(self, count: int, done: asyncio.Future[list[Any]], sent: float) -> None:
         self.count = count
         self.done = done
+        self.sent = sent
         self.replies: list[Any] = []
         self.timer: asyncio.TimerHandle | None = None
 
@@ -101,6 +104,7 @@ class _Replies(asyncio.Protocol):
         self._on_lost = on_lost
         self._reader = hiredis.Reader(notEnoughData=_INCOMPLETE)
         self.waiting: deque[_Group] = deque()
+        self.quickest = math.inf
         self.writable = asyncio.Event()
         self.writable.set()
 
@@ -118,6 +122,7 @@ class _Replies(asyncio.Protocol):
                 group.replies.append(reply)
                 if len(group.replies) == group.count:
                     waiting.popleft()
+                    self.quickest = min(self.quickest, time.monotonic() - group.sent)
                     if not group.done.done():
                         group.done.set_result(group.replies)
         except (hiredis.HiredisError, IndexError) as error:
@@ -172,6 +177,11 @@ class Link:
         self._closed = False
         self._limit: asyncio.Timeout | None = None  # of a connection that is being made
 
+    @property
+    def round_trip(self) -> float:
+        """Seconds that the quickest answer on this connection took; endless before the first."""
+        return math.inf if self._replies is None else self._replies.quickest
+
     async def call(self, *command: Argument) -> Any:
         """Send one command and return its reply.
 
@@ -197,7 +207,7 @@ class Link:
         assert replies is not None
         assert transport is not None
         loop = asyncio.get_running_loop()
-        group = _Group(len(commands), loop.create_future())
+        group = _Group(len(commands), loop.create_future(), time.monotonic())
         packed = [_pack(command) for command in commands]
         replies.waiting.append(group)
         transport.writelines(packed)

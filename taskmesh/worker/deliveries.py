@@ -47,11 +47,13 @@ class Source:
         last_control: how far the control stream was read.
         worker: this worker's name here. A worker that was struck off takes a new one.
         accounts: held by whoever compares or changes, over a call, what is held here and at the server.
+        round_trip: seconds that the quickest answer to its fetcher took.
         steadiness: since when the server has answered this worker's heartbeats here.
     """
 
     def __init__(self, partition: Partition, ttl: float) -> None:
         self.worker = b""
+        self.round_trip = 0.0
         self.accounts = asyncio.Lock()
         self.steadiness = Steadiness(ttl)
         self.partition = partition

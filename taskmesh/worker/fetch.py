@@ -130,6 +130,7 @@ class Fetcher:
             if self._client is None or self._client[0] != self._link.generation:
                 self._client = (self._link.generation, int(await self._link.call("CLIENT", "ID")))
             reply, control_reply, time = await self._link.call_many([read, control, ("TIME",)], timeout)
+            source.round_trip = self._link.round_trip
         for answer in (control_reply, time, reply):
             if isinstance(answer, BrokerError):
                 raise answer

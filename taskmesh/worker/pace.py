@@ -13,9 +13,8 @@ class Pace:
     WINDOW = 0.005
     LONGEST_GAP = 0.25
 
-    def __init__(self, horizon: float, most: int, slots: int = 0) -> None:
+    def __init__(self, horizon: float, slots: int = 0) -> None:
         self._horizon = horizon
-        self._most = most
         self._slots = slots
         self._rate = 0.0
         self._count = 0
@@ -51,4 +50,4 @@ class Pace:
     @property
     def ahead(self) -> int:
         """Deliveries that may wait here beyond the free slots."""
-        return min(self._most, int(self._horizon * self._rate))
+        return int(self._horizon * self._rate)

@@ -13,6 +13,7 @@ from taskmesh.worker.execute import Executor
 from taskmesh.worker.pace import Pace
 
 BATCHES_AHEAD = 2
+LONG_WIRE = 0.002  # seconds: about as long as a fetch of no-ops lasts
 
 
 class Room:
@@ -51,10 +52,17 @@ class Room:
                 free = min(free, self._executor.isolated.free)
         if free > 0:
             free = max(free, min(free, BATCHES_AHEAD) * self._rows[source])
-        ahead = self._pace.ahead
+        ahead = min(self._pace.ahead, self._stock(source))
         room = min(free + ahead, self._most) - self._asked
         # While a stock lies here, one fetch for a good part of it, not one for every slot that frees.
         return room if room >= ahead // 4 else 0
+
+    def _stock(self, source: Source) -> int:
+        """What may lie here at most: one fetch, and up to another to work at while the next is on its way.
+
+        No more of it than the wire asks for: the more lies here, the less of it the processor's caches hold.
+        """
+        return int(self._most * (1 + min(1.0, source.round_trip / LONG_WIRE)))
 
     @contextlib.contextmanager
     def asking(self, count: int) -> Iterator[None]:

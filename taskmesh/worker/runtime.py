@@ -36,7 +36,6 @@ from taskmesh.worker.upkeep import Upkeep
 
 log = logging.getLogger("taskmesh.worker")
 TICK = 0.1
-FETCHES_AHEAD = 2  # one is worked at while the other is on its way
 _ENGINE_FILES = (calls.__file__, drive.__file__, execute.__file__, middleware.__file__, endings.__file__)
 
 
@@ -66,7 +65,7 @@ class Worker:
         self._intake = Intake(
             registry, self._endings, self._executor, self._observers, self._hand_back, processes
         )
-        self._pace = Pace(settings.fetch_ahead, FETCHES_AHEAD * settings.max_fetch, settings.concurrency)
+        self._pace = Pace(settings.fetch_ahead, settings.concurrency)
         self._room = Room(self._sources, registry, self._executor, self._pace, settings)
         self._membership = Membership(
             self._sources, registry, mesh_settings, settings, self._slack, self._lost

@@ -21,6 +21,7 @@ from benchmarks.depth.trend import growth
 from benchmarks.depth.wire import drain_through
 from benchmarks.sides import Side, ours
 from taskmesh.testing import RedisServer
+from tests.conftest import MakeMesh
 
 
 @pytest.fixture
@@ -40,6 +41,15 @@ def test_the_proxy_adds_its_delay_and_keeps_every_byte(server: RedisServer) -> N
         client.set("blob", blob)
         assert client.get("blob") == blob
         client.delete("blob")
+
+
+async def test_a_connection_knows_how_long_its_wire_is(make_mesh: MakeMesh, server: RedisServer) -> None:
+    with Delay(server.port, 0.005) as delay:
+        async with make_mesh() as near, make_mesh(url=delay.url) as far:
+            for mesh, least, most in ((near, 0.0, 0.009), (far, 0.01, 0.1)):
+                for _ in range(20):
+                    await mesh.client.caller.command(b"any", "TIME")
+                assert least < mesh.client.caller.server.link(b"any").round_trip < most
 
 
 def test_a_part_of_a_backlog_and_all_of_one_over_a_longer_wire(side: Side, tmp_path: Path) -> None:

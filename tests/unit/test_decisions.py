@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,9 +15,12 @@ from taskmesh.broker.liveness import NO_ANSWER, STRUCK_OFF, Beat, Steadiness, pa
 from taskmesh.broker.streams import lane_quotas
 from taskmesh.errors import ConfigurationError, InvalidArguments
 from taskmesh.keys import check_name
+from taskmesh.settings import WorkerSettings
 from taskmesh.tasks import Context, Retry
+from taskmesh.worker.deliveries import Source
 from taskmesh.worker.outcome import failure_of, judge
 from taskmesh.worker.pace import Pace
+from taskmesh.worker.room import Room
 
 # Retry
 
@@ -174,18 +181,18 @@ def test_many_observers_look_in_turn() -> None:
 
 
 def test_the_pace_is_measured_work_within_the_horizon() -> None:
-    pace = Pace(horizon=0.05, most=100)
+    pace = Pace(horizon=0.05)
     assert pace.ahead == 0
     for step in range(1, 200):
         pace.ended(10, step * 0.01)  # 1,000 a second
     assert 45 <= pace.ahead <= 50
     for step in range(1, 200):
-        pace.ended(1000, 2 + step * 0.01)
-    assert pace.ahead == 100
+        pace.ended(1000, 2 + step * 0.01)  # 100,000 a second
+    assert 4500 <= pace.ahead <= 5000
 
 
 def test_slowing_down_counts_at_once() -> None:
-    pace = Pace(horizon=1.0, most=10_000)
+    pace = Pace(horizon=1.0)
     for step in range(1, 100):
         pace.ended(10, step * 0.01)
     pace.ended(1, 1.19)
@@ -193,7 +200,7 @@ def test_slowing_down_counts_at_once() -> None:
 
 
 def test_slots_that_end_together_say_nothing_about_the_pace() -> None:
-    pace = Pace(horizon=0.05, most=1000, slots=10)
+    pace = Pace(horizon=0.05, slots=10)
     for burst in range(1, 50):
         for place in range(10):  # ten handlers of 0.2 s each, side by side: fifty a second
             pace.ended(1, burst * 0.2 + place * 0.001)
@@ -204,11 +211,33 @@ def test_slots_that_end_together_say_nothing_about_the_pace() -> None:
 
 
 def test_a_stall_forgets_what_was_measured_before() -> None:
-    pace = Pace(horizon=1.0, most=10_000)
+    pace = Pace(horizon=1.0)
     for step in range(1, 100):
         pace.ended(10, step * 0.01)
     pace.stalled()
     assert pace.ahead == 0
+
+
+# Room
+
+
+def test_what_lies_ready_grows_with_the_wire_up_to_a_second_fetch() -> None:
+    pace = Pace(horizon=1.0)
+    for step in range(1, 200):
+        pace.ended(1000, step * 0.01)
+    executor = SimpleNamespace(free=-100)  # as many wait as run
+
+    def room_at(round_trip: float) -> int:
+        source = Source(cast(Any, SimpleNamespace(keys=SimpleNamespace(queue="work"))), 10.0)
+        source.round_trip = round_trip
+        settings = WorkerSettings(max_fetch=1000)
+        return Room([source], cast(Any, []), cast(Any, executor), pace, settings).of(source)
+
+    assert room_at(0.0) == 900
+    executor.free = -1000
+    assert room_at(0.0) == 0
+    assert room_at(0.001) == 500
+    assert room_at(0.002) == room_at(1.0) == room_at(math.inf) == 1000
 
 
 # trying again
