@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import random
 import threading
 from collections.abc import Iterable, Iterator
@@ -192,6 +191,15 @@ def _end(slots: tuple[Slot, ...]) -> int:
     return slots[-1].offset + slots[-1].size if slots else 0
 
 
+class _Place(NamedTuple):
+    """Where one parameter lies in the flat buffers, and whether it is a view of its place or is copied."""
+
+    parameter: nn.Parameter
+    values: Tensor
+    gradient: Tensor
+    is_view: bool
+
+
 class FlatModel:
     """A model whose parameters and gradients lie in flat buffers.
 
@@ -211,19 +219,16 @@ class FlatModel:
         self.values = self._bytes[: 4 * layout.float_count].view(torch.float32)
         self.integers = self._bytes[layout.integers_at :].view(torch.int64)
         self.gradient = torch.zeros(layout.parameter_count)
-        self._views: list[tuple[nn.Parameter, Tensor, Tensor]] = []
-        self._copies: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self._places: list[_Place] = []
         parameters = dict(model.named_parameters())
         for slot in layout.parameters:
             parameter = parameters[slot.name]
-            view = self._part(self.values, slot, 0)
-            view.copy_(parameter.detach())
+            values = self._part(self.values, slot, 0)
+            values.copy_(parameter.detach())
             is_view = parameter.dtype is torch.float32 and parameter.device.type == "cpu"
             if is_view:
-                parameter.data = view
-            (self._views if is_view else self._copies).append(
-                (parameter, view, self._part(self.gradient, slot, 0))
-            )
+                parameter.data = values
+            self._places.append(_Place(parameter, values, self._part(self.gradient, slot, 0), is_view))
         self.collect_buffers()
 
     @property
@@ -235,26 +240,24 @@ class FlatModel:
         """The whole buffer, as it changes; ``collect_buffers`` brings the buffers' part up to date."""
         return self._bytes.numpy().data
 
-    def load(self, pieces: Iterable[bytes]) -> None:
-        """Take over a buffer's bytes, which may come in pieces.
+    def load(self, data: bytes | memoryview) -> None:
+        """Take over a buffer's bytes.
 
         Raises:
-            CheckpointError: they are more or fewer than the layout takes; nothing is said of the model then.
+            CheckpointError: they are more or fewer than the layout takes.
         """
         target = self.view()
-        at = 0
-        for piece in pieces:
-            if at + len(piece) > len(target):
-                raise CheckpointError(
-                    f"a version of more than the {len(target)} bytes of this model's layout"
-                )
-            target[at : at + len(piece)] = piece
-            at += len(piece)
-        if at != len(target):
-            raise CheckpointError(f"a version of {at} bytes; this model's layout takes {len(target)}")
+        if len(data) != len(target):
+            raise CheckpointError(f"a version of {len(data)} bytes; this model's layout takes {len(target)}")
+        target[:] = data
+        self.spread()
+
+    def spread(self) -> None:
+        """Let the model have what the buffer holds."""
         with torch.no_grad():
-            for parameter, view, _ in self._copies:
-                parameter.copy_(view)
+            for place in self._places:
+                if not place.is_view:
+                    place.parameter.copy_(place.values)
         self.spread_buffers()
 
     def spread_buffers(self) -> None:
@@ -269,25 +272,36 @@ class FlatModel:
             for buffer, part in self._buffers():
                 part.copy_(buffer)
 
+    def use_gradient(self, gradient: Tensor) -> None:
+        """Let the gradient lie in other memory from now on; fp32, shape (parameter_count,)."""
+        self.gradient = gradient
+        self._places = [
+            place._replace(gradient=self._part(gradient, slot, 0))
+            for place, slot in zip(self._places, self.layout.parameters, strict=True)
+        ]
+        self.spread_gradient()
+
     def zero_gradient(self) -> None:
         """Begin a gradient: backward then adds into the flat one."""
         self.gradient.zero_()
         self.spread_gradient()
-        for parameter, _, _ in self._copies:
-            parameter.grad = None
+        for place in self._places:
+            if not place.is_view:
+                place.parameter.grad = None
 
     def collect_gradient(self) -> Tensor:
         """The flat gradient after backward; a parameter that got none counts as zero."""
-        for parameter, _, gradient in itertools.chain(self._views, self._copies):
-            found = parameter.grad
-            if found is not None and found.data_ptr() != gradient.data_ptr():
-                gradient.copy_(found)
+        for place in self._places:
+            found = place.parameter.grad
+            if found is not None and found.data_ptr() != place.gradient.data_ptr():
+                place.gradient.copy_(found)
         return self.gradient
 
     def spread_gradient(self) -> None:
         """Point the ``grad`` of every trained parameter (fp32, on the CPU) at the flat one."""
-        for parameter, _, gradient in self._views:
-            parameter.grad = gradient if parameter.requires_grad else None
+        for place in self._places:
+            if place.is_view:
+                place.parameter.grad = place.gradient if place.parameter.requires_grad else None
 
     def _part(self, region: Tensor, slot: Slot, start: int) -> Tensor:
         return region[start + slot.offset : start + slot.offset + slot.size].view(slot.shape)

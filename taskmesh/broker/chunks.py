@@ -1,26 +1,29 @@
 """Large values in pieces of about 1 MiB, each under a key and tag of its own, spread over the nodes of a cluster.
 
 Writing, reading and unlinking a chunk may all be done twice, so every call here goes on trying while the server
-is away, as long as the ``Caller`` does. Chunks go out a window at a time: what else the connection carries waits
-for one window at most.
+is away, as long as the ``Caller`` does. What is large goes over sockets of its own and straight between them and the
+caller's memory; what is small goes with everything else.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from taskmesh.broker.caller import Caller, pause_before
 from taskmesh.broker.link import Argument, Moved
+from taskmesh.broker.sockets import Target
 from taskmesh.errors import BrokerError, BrokerUnavailable
 from taskmesh.keys import tag_of
-from taskmesh.settings import MIB
+from taskmesh.settings import KIB, MIB
 
 CHUNK_BYTES = MIB
+LARGE_BYTES = 128 * KIB  # from here on a thread costs less than the copies that it spares
 WINDOW = 8
 WINDOW_TIMEOUT = 30.0
 _UNLINK_AT_ONCE = 500
+R = TypeVar("R")
 
 
 def split(data: memoryview) -> list[memoryview]:
@@ -29,25 +32,75 @@ def split(data: memoryview) -> list[memoryview]:
 
 
 async def put(
-    caller: Caller, keys: Sequence[bytes], pieces: Sequence[memoryview | bytes], ttl_ms: int | None = None
+    caller: Caller, keys: Sequence[bytes], pieces: Sequence[memoryview], ttl_ms: int | None = None
 ) -> None:
-    """Write each piece under its key.
+    """Write each piece under its key. The pieces must not change meanwhile.
 
     Raises:
         BrokerFull: the server has no room; some pieces may be written.
         BrokerUnavailable: it stayed away; likewise.
     """
-    life: tuple[Argument, ...] = () if ttl_ms is None else ("PX", ttl_ms)
-    await _each(caller, [(key, ("SET", key, piece, *life)) for key, piece in zip(keys, pieces, strict=True)])
+    if sum(piece.nbytes for piece in pieces) < LARGE_BYTES:
+        life: tuple[Argument, ...] = () if ttl_ms is None else ("PX", ttl_ms)
+        await _each(
+            caller, [(key, ("SET", key, piece, *life)) for key, piece in zip(keys, pieces, strict=True)]
+        )
+        return
+
+    async def put_some(places: Sequence[int]) -> None:
+        items = [(keys[place], pieces[place]) for place in places]
+        await caller.server.on_socket(tag_of(items[0][0]), lambda wire: wire.set_many(items, ttl_ms))
+
+    await _persist(caller, lambda: _on_nodes(caller, keys, put_some))
 
 
-async def get(caller: Caller, keys: Sequence[bytes]) -> list[bytes | None]:
-    """What is under each key; None where nothing is.
+async def get(
+    caller: Caller, keys: Sequence[bytes], target: Target, taken: Callable[[int], None], size_bytes: int
+) -> None:
+    """Read what is under each key into the memory that ``target`` gives for it.
+
+    Args:
+        target: from the place of a key and the size of its value to memory of that size, or None for a value that
+            is not wanted. It may be asked twice, and from other threads.
+        taken: told the place of each value when it is there; likewise.
+        size_bytes: how much is expected in all.
 
     Raises:
         BrokerUnavailable: the server stayed away.
     """
-    return await _each(caller, [(key, ("GET", key)) for key in keys])
+    if size_bytes < LARGE_BYTES:
+        replies = await _each(caller, [(key, ("GET", key)) for key in keys])
+        for place, reply in enumerate(replies):
+            into = None if reply is None else target(place, len(reply))
+            if into is not None:
+                into.cast("B")[:] = reply
+                taken(place)
+        return
+
+    async def get_some(places: Sequence[int]) -> None:
+        chosen = [keys[place] for place in places]
+        await caller.server.on_socket(
+            tag_of(chosen[0]),
+            lambda wire: wire.get_many(
+                chosen, lambda at, size: target(places[at], size), lambda at: taken(places[at])
+            ),
+        )
+
+    await _persist(caller, lambda: _on_nodes(caller, keys, get_some))
+
+
+async def _on_nodes(
+    caller: Caller, keys: Sequence[bytes], work: Callable[[list[int]], Awaitable[None]]
+) -> None:
+    """Do something for the places of each node's keys, side by side."""
+    by_node: dict[str, list[int]] = {}
+    for place, key in enumerate(keys):
+        node = caller.server.node(tag_of(key)) if caller.server.is_cluster else ""
+        by_node.setdefault(node, []).append(place)
+    done = await asyncio.gather(*map(work, by_node.values()), return_exceptions=True)
+    for error in done:
+        if error is not None:
+            raise error
 
 
 async def unlink(caller: Caller, keys: Sequence[bytes]) -> None:
@@ -97,10 +150,10 @@ async def call_many(caller: Caller, tag: bytes, commands: Sequence[tuple[Argumen
                 raise reply
         return replies
 
-    return await _persist(caller, tag, attempt)
+    return await _persist(caller, attempt)
 
 
-async def _persist(caller: Caller, tag: bytes, attempt: Callable[[], Awaitable[list[Any]]]) -> list[Any]:
+async def _persist(caller: Caller, attempt: Callable[[], Awaitable[R]]) -> R:
     give_up_at = caller.clock.monotonic() + caller.retry_for
     tries = 0
     while True:

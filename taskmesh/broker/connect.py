@@ -12,17 +12,19 @@ import contextlib
 import weakref
 from collections.abc import Callable, Mapping
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from redis import exceptions as redis_errors
 from redis.asyncio.connection import AbstractConnection
 
 from taskmesh.broker.address import CONNECT_TIMEOUT, Address, Node, read_url
 from taskmesh.broker.link import Link, discard, error_of_connection
+from taskmesh.broker.sockets import Sockets, Wire
 from taskmesh.broker.topology import Cluster, Sentinels, Single, Topology
 from taskmesh.errors import BrokerError, BrokerRefused, BrokerUnavailable, ServerTooOld
 
 FOLLOW_EVERY = 1.0
+T = TypeVar("T")
 _random = Random()  # not the module's: handlers may have seeded that one, and count on it
 MINIMUM_REDIS = (7, 0)
 MINIMUM_VALKEY = (8, 0)
@@ -47,6 +49,7 @@ class Server:
         self.version = ""
         self._topology: Topology = Sentinels(self._address) if self._address.sentinels else Single()
         self._links: dict[Node | None, Link] = {}
+        self._sockets = Sockets(self._address, self._name)
         self._dedicated: weakref.WeakKeyDictionary[Link, bytes] = weakref.WeakKeyDictionary()
         self._refreshing: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
@@ -103,6 +106,15 @@ class Server:
         link = self._make_link(lambda: self._topology.node_of(tag))
         self._dedicated[link] = tag
         return link
+
+    async def on_socket(self, tag: bytes, work: Callable[[Wire], T]) -> T:
+        """Have a thread move large values over a connection to the tag's node.
+
+        Raises:
+            BrokerUnavailable: the connection was lost; how much was done is not known.
+            BrokerError: the server's answer is an error.
+        """
+        return await self._sockets.use(self._topology.node_of(tag), work)
 
     def _make_link(self, find: Callable[[], Node | None]) -> Link:
         def make() -> tuple[AbstractConnection, Node | None, str]:
@@ -200,6 +212,7 @@ class Server:
         for task in (self._refreshing, self._following):
             if task is not None:
                 task.cancel()
+        self._sockets.close()
         links, self._links = list(self._links.values()), {}
         for link in links:
             await link.close()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import xxhash
 
 from taskmesh.errors import CheckpointError
 from taskmesh.keys import RunKeys
@@ -24,7 +25,8 @@ class Part:
     Attributes:
         kept: on the durable server; else on the one for values that can be formed again.
         first: index of its first chunk within the version that wrote it.
-        digests: blake2b of each chunk, 16 bytes.
+        digests: of each chunk, 16 bytes: blake2b where it is kept, else XXH3, which finds damage as well, ten times as
+            fast, and only does not withstand an adversary.
     """
 
     kept: bool
@@ -80,8 +82,13 @@ class Manifest:
 
 
 def digest_of(piece: bytes | memoryview) -> bytes:
-    """A chunk's digest."""
+    """The digest of a chunk that is kept."""
     return hashlib.blake2b(piece, digest_size=DIGEST_BYTES).digest()
+
+
+def checksum_of(piece: bytes | memoryview) -> bytes:
+    """The digest of a chunk that lasts for a step or so."""
+    return xxhash.xxh3_128_digest(piece)
 
 
 def root_of(digests: Sequence[bytes]) -> bytes:

@@ -17,7 +17,7 @@ from taskmesh.broker import chunks, scripts
 from taskmesh.broker.caller import Caller
 from taskmesh.broker.link import Argument
 from taskmesh.checkpoints import manifest as manifests
-from taskmesh.checkpoints.manifest import Manifest, Part, digest_of
+from taskmesh.checkpoints.manifest import Manifest, Part, checksum_of, digest_of
 from taskmesh.errors import CheckpointError, LeadershipLost
 from taskmesh.keys import RunKeys
 
@@ -84,26 +84,41 @@ class VersionStore:
             return current
         return await self.find_kept(version)
 
-    async def load(self, part: Part) -> list[bytes]:
-        """A part's chunks, each held against its digest.
+    async def load(self, part: Part, into: memoryview | None = None) -> memoryview:
+        """A part's bytes, each chunk held against its digest.
+
+        Args:
+            into: memory of the part's size for them; else it is their own.
 
         Raises:
             CheckpointError: a chunk is gone or is not what was written.
         """
-        pieces: list[bytes] = []
-        for place, piece in enumerate(await chunks.get(self._home(part.kept), part.keys(self.keys))):
-            where = f"run {self.keys.run!r}: chunk {place} of version {part.version}"
-            if piece is None:
-                raise CheckpointError(f"{where} is gone")
-            pieces.append(piece)
-        for place, found in enumerate(await _digests(pieces)):
-            if found != part.digests[place]:
-                raise CheckpointError(
-                    f"run {self.keys.run!r}: chunk {place} of version {part.version} is corrupt"
-                )
-        return pieces
+        value = memoryview(bytearray(part.size_bytes)) if into is None else into
+        if len(value) != part.size_bytes or len(part.digests) != len(chunks.split(value)):
+            raise CheckpointError(
+                f"run {self.keys.run!r}: version {part.version} has {part.size_bytes} bytes in {len(part.digests)} "
+                f"chunks; {len(value)} bytes are wanted"
+            )
+        pieces = chunks.split(value)
+        faults = dict.fromkeys(range(len(pieces)), "gone")
+        digest = digest_of if part.kept else checksum_of
 
-    async def load_newest(self) -> tuple[Manifest, dict[str, list[bytes]]] | None:
+        def target(place: int, size: int) -> memoryview | None:
+            faults[place] = "corrupt"
+            return pieces[place] if size == len(pieces[place]) else None
+
+        def check(place: int) -> None:
+            if digest(pieces[place]) == part.digests[place]:
+                faults.pop(place, None)
+
+        await chunks.get(self._home(part.kept), part.keys(self.keys), target, check, part.size_bytes)
+        for place, fault in faults.items():
+            raise CheckpointError(
+                f"run {self.keys.run!r}: chunk {place} of version {part.version} is {fault}"
+            )
+        return value
+
+    async def load_newest(self) -> tuple[Manifest, dict[str, memoryview]] | None:
         """The newest checkpoint that is complete, with all its parts; None where there is none at all.
 
         Raises:
@@ -119,7 +134,7 @@ class VersionStore:
             raise CheckpointError(f"run {self.keys.run!r}: none of its {len(kept)} checkpoints is whole")
         return None
 
-    async def load_parameters(self, version: int | None = None) -> tuple[Manifest, list[bytes]]:
+    async def load_parameters(self, version: int | None = None) -> tuple[Manifest, memoryview]:
         """The parameters of a version, by default the current one.
 
         Raises:
@@ -158,7 +173,7 @@ class VersionStore:
         for name, value in parts.items():
             cut = chunks.split(memoryview(value))
             described[name] = Part(
-                kept, version, token, len(pieces), sum(map(len, cut)), tuple(await _digests(cut))
+                kept, version, token, len(pieces), sum(map(len, cut)), tuple(await _digests(kept, cut))
             )
             pieces += cut
         keys = [key for part in described.values() for key in part.keys(self.keys)]
@@ -176,7 +191,7 @@ class VersionStore:
             LeadershipLost, BrokerFull: as ``write``.
         """
         pieces = chunks.split(value)
-        if tuple(await _digests(pieces)) != part.digests:
+        if tuple(await _digests(part.kept, pieces)) != part.digests:
             raise CheckpointError(f"run {self.keys.run!r}: this is not what version {part.version} held")
         await self._put(part.keys(self.keys), pieces, part.kept, f"{part.version}:{token}:again", token)
 
@@ -286,7 +301,8 @@ def _note(version: int, token: int) -> str:
     return f"{version}:{token}"
 
 
-async def _digests(pieces: Sequence[memoryview | bytes]) -> list[bytes]:
+async def _digests(kept: bool, pieces: Sequence[memoryview]) -> list[bytes]:
+    digest = digest_of if kept else checksum_of
     if sum(map(len, pieces)) <= _SMALL_BYTES:
-        return [digest_of(piece) for piece in pieces]
-    return await asyncio.to_thread(lambda: [digest_of(piece) for piece in pieces])
+        return [digest(piece) for piece in pieces]
+    return await asyncio.to_thread(lambda: [digest(piece) for piece in pieces])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import nn
@@ -91,17 +91,17 @@ class RunModel:
         store = VersionStore(client.caller, client.bulk, RunKeys(mesh.name, self.run))
         if self._loaded is not None and (await store.find(self._wanted)).version == self._loaded.version:
             return self._loaded
-        manifest, pieces = await store.load_parameters(self._wanted)
-        model = await asyncio.to_thread(self._fill, manifest, pieces)
+        manifest, parameters = await store.load_parameters(self._wanted)
+        model = await asyncio.to_thread(self._fill, manifest, parameters)
         self._loaded, self._looked = LoadedModel(manifest.version, model), time.monotonic()
         return self._loaded
 
-    def _fill(self, manifest: Manifest, pieces: Sequence[bytes]) -> nn.Module:
+    def _fill(self, manifest: Manifest, parameters: memoryview) -> nn.Module:
         with drawing():  # not while a shard of a training run is computed in this process
             flat = FlatModel(self._build())
         if flat.layout.digest != manifest.layout:
             raise CheckpointError(f"version {manifest.version} of run {self.run!r} is another model's")
-        flat.load(pieces)
+        flat.load(parameters)
         return flat.model.eval().requires_grad_(False)
 
 

@@ -1,8 +1,9 @@
 """Sums over shards that come out the same, bit for bit, whoever computed what and in whatever order it came.
 
 Floating-point sums depend on the order of the additions. Here it is fixed by the shards' numbers alone: a balanced
-binary tree, in which a shard without a neighbour moves up a level unchanged. Each addition is done when both of
-its sides are there, so that a round holds few more gradients than came out of turn.
+binary tree, in which a shard without a neighbour moves up a level unchanged. Each bucket of the gradient has a tree of
+its own, and each addition is done when both of its sides are there: few gradients are held, and a step's sum is ready
+soon after its last bucket has come.
 
 What becomes of buffers: the changes of float buffers (BatchNorm's running statistics) are averaged over the shards,
 weighted by their counts, and added; integer buffers are taken from the lowest shard.
@@ -10,11 +11,14 @@ weighted by their counts, and added; integer buffers are taken from the lowest s
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+
+from taskmesh.training.buckets import Bucket
 
 Values = npt.NDArray[np.float32]
 
@@ -26,55 +30,59 @@ class TreeSum:
         self._widths = [leaves]
         while self._widths[-1] > 1:
             self._widths.append((self._widths[-1] + 1) // 2)
-        self._nodes: dict[tuple[int, int], Values] = {}
+        self._nodes: dict[tuple[int, int], tuple[int, Values]] = {}
         self._added: set[int] = set()
+
+    def __contains__(self, leaf: object) -> bool:
+        return leaf in self._added
 
     @property
     def is_complete(self) -> bool:
         return len(self._added) == self._widths[0]
 
-    def add(self, leaf: int, values: Values) -> None:
-        """Put in one leaf, from 0; each exactly once."""
+    def add(self, leaf: int, values: Values) -> list[int]:
+        """Put in one leaf, from 0; each exactly once. Returns the leaves whose arrays are not needed any more."""
         if leaf in self._added or not 0 <= leaf < self._widths[0]:
             raise ValueError(f"leaf {leaf} of {self._widths[0]} is there already, or is none")
         self._added.add(leaf)
-        level, place = 0, leaf
+        done: list[int] = []
+        level, place, owner = 0, leaf, leaf
         while level < len(self._widths) - 1:
             neighbour = place ^ 1
             if neighbour < self._widths[level]:
                 other = self._nodes.pop((level, neighbour), None)
                 if other is None:
                     break
-                left, right = (values, other) if place < neighbour else (other, values)
-                left += right
-                values = left
+                left, right = sorted((other, (owner, values)), key=lambda node: node[0])
+                np.add(left[1], right[1], out=left[1])
+                owner, values = left
+                done.append(right[0])
             level, place = level + 1, place // 2
-        self._nodes[level, place] = values
+        self._nodes[level, place] = owner, values
+        return done
 
     def total(self) -> Values:
-        """The sum, when all leaves are there."""
+        """The sum, in the array of leaf 0, when all leaves are there."""
         if not self.is_complete:
             raise ValueError(f"{len(self._added)} of {self._widths[0]} leaves are there")
-        return self._nodes[len(self._widths) - 1, 0]
+        return self._nodes[len(self._widths) - 1, 0][1]
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one shard brings to a step. Sums and a count travel, never means.
+    """What one shard brings to a step beside its gradient. Sums and a count travel, never means.
 
     Attributes:
         loss_sum: over its samples (or tokens).
         count: of them.
-        gradient: of ``loss_sum``; shape (parameter_count,).
         floats: the change of its float buffers in the forward pass; shape (floats,).
         integers: its integer buffers; shape (integers,).
     """
 
     loss_sum: float
     count: int
-    gradient: Values
-    floats: Values
-    integers: npt.NDArray[np.int64]
+    floats: Values = field(default_factory=lambda: np.empty(0, np.float32))
+    integers: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,43 +103,107 @@ class Update:
     integers: npt.NDArray[np.int64]
 
 
+class Pool:
+    """Arrays of one size that are used again: to touch fresh memory costs as much as to fill it."""
+
+    def __init__(self, size: int, kept: int) -> None:
+        self._size = size
+        self._kept = kept
+        self._free: list[Values] = []
+
+    def take(self) -> Values:
+        """Any thread."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return np.empty(self._size, np.float32)
+
+    def give(self, values: Values) -> None:
+        """Any thread."""
+        if len(self._free) < self._kept:
+            self._free.append(values)
+
+
 class Round:
-    """Collects the contributions of one step's shards."""
+    """Collects the contributions of one step's shards.
 
-    def __init__(self, shards: int) -> None:
-        self._gradients = TreeSum(shards)
-        self._floats = TreeSum(shards)
-        self._losses: list[float] = [0.0] * shards
-        self._counts: list[int] = [0] * shards
-        self._integers: npt.NDArray[np.int64] | None = None
+    A shard is opened with its contribution, its gradient is written into ``memory``, and each bucket is added when it
+    is there; other threads may do so. What was added stays, should the rest have to be computed again.
+    """
 
-    def add(self, shard: int, contribution: Contribution) -> None:
-        """Take one shard's contribution over; its arrays are used up."""
-        self._losses[shard] = contribution.loss_sum
-        self._counts[shard] = contribution.count
-        self._gradients.add(shard, contribution.gradient)
-        self._floats.add(shard, contribution.floats * np.float32(contribution.count))
-        if shard == 0:
-            self._integers = contribution.integers
+    def __init__(self, shards: int, buckets: Sequence[Bucket], pool: Pool) -> None:
+        self._shards = shards
+        self._buckets = buckets
+        self._pool = pool
+        self._sums = [TreeSum(shards) for _ in buckets]
+        self._locks = [threading.Lock() for _ in buckets]
+        self._contributions: dict[int, Contribution] = {}
+        self._memory: dict[int, Values] = {}
+        self._left: dict[int, int] = {}
+        self._freeing = threading.Lock()
+
+    def open(self, shard: int, contribution: Contribution) -> None:
+        """Begin with a shard, or begin again; or, at its end, with its buffers."""
+        self._contributions[shard] = contribution
+        if shard not in self._memory:
+            self._memory[shard] = self._pool.take()
+            self._left[shard] = len(self._buckets)
+
+    def has(self, shard: int, bucket: int) -> bool:
+        """Whether a bucket of a shard was added."""
+        return shard in self._sums[bucket]
+
+    def memory(self, shard: int, bucket: int) -> Values:
+        """Where a bucket of an open shard belongs that was not added yet."""
+        place = self._buckets[bucket]
+        return self._memory[shard][place.start : place.stop]
+
+    def add(self, shard: int, bucket: int) -> None:
+        """A bucket is in its memory."""
+        with self._locks[bucket]:
+            done = self._sums[bucket].add(shard, self.memory(shard, bucket))
+            if self._sums[bucket].is_complete:  # so every shard is open, and every count is known
+                total = self._sums[bucket].total()
+                np.divide(total, np.float32(max(1, self.count)), out=total)
+        for each in done:
+            self._free(each)
+
+    def _free(self, shard: int) -> None:
+        with self._freeing:
+            self._left[shard] -= 1
+            is_done = not self._left[shard]
+        if is_done:
+            self._pool.give(self._memory.pop(shard))
+
+    def release(self) -> None:
+        """The round is over: its memory may be used again."""
+        while self._memory:
+            self._pool.give(self._memory.popitem()[1])
 
     @property
     def count(self) -> int:
         """Samples (or tokens) of the shards that are there."""
-        return sum(self._counts)
+        return sum(each.count for each in self._contributions.values())
 
     @property
     def loss(self) -> float:
         """Mean loss of the shards that are there."""
-        return _pairwise(self._losses) / max(1, self.count)
+        losses = [
+            self._contributions[shard].loss_sum if shard in self._contributions else 0.0
+            for shard in range(self._shards)
+        ]
+        return _pairwise(losses) / max(1, self.count)
 
     def update(self) -> Update:
-        """The step's means, when every shard is there and anything counts."""
-        assert self._integers is not None
-        count = self.count
-        gradient, floats = self._gradients.total(), self._floats.total()
-        gradient /= np.float32(count)
-        floats /= np.float32(count)
-        return Update(self.loss, count, gradient, floats, self._integers)
+        """The step's means, when every shard is there and anything counts. The gradient lies in the round's memory."""
+        for tree in self._sums:
+            tree.total()
+        floats = TreeSum(self._shards)
+        for shard in range(self._shards):
+            each = self._contributions[shard]
+            floats.add(shard, each.floats * np.float32(each.count))
+        changes = floats.total() / np.float32(self.count)
+        return Update(self.loss, self.count, self._memory[0], changes, self._contributions[0].integers)
 
 
 def _pairwise(values: Sequence[float]) -> float:

@@ -15,20 +15,20 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from taskmesh.app.client import Client
 from taskmesh.broker import chunks
 from taskmesh.broker.liveness import live_workers
-from taskmesh.checkpoints.manifest import Part, digest_of
-from taskmesh.errors import DecodeError, ResultUnavailable, TaskCancelled, TaskFailed, TrainingError
+from taskmesh.checkpoints.manifest import Part
+from taskmesh.errors import ResultUnavailable, TaskCancelled, TaskFailed, TrainingError
 from taskmesh.events import Observers, ShardRefused
 from taskmesh.keys import partition_of
 from taskmesh.results.handle import Handle
 from taskmesh.tasks import MAX_DELIVERIES
 from taskmesh.tensors import FlatLayout
-from taskmesh.training.aggregate import Contribution, Round
+from taskmesh.training.aggregate import Pool, Round
+from taskmesh.training.buckets import cut
 from taskmesh.training.plan import Plan
+from taskmesh.training.receive import Receipt
 from taskmesh.training.room import when_there_is_room
 from taskmesh.training.setup import RunSetup
 from taskmesh.training.shard import ShardOrder, ShardResult
@@ -39,7 +39,7 @@ FIRST_DELAY = 0.005  # after a worker that is avoided has declined; doubled each
 LONGEST_DELAY = 1.0
 MAX_REPUBLICATIONS = 5
 QUARANTINE_AFTER = 3
-SMALL_BYTES = 64 * 1024  # read in some 30 us: a thread would cost more
+KEPT_ARRAYS = 8
 
 
 class GradientTask(Protocol):
@@ -103,6 +103,8 @@ class Collector:
         self.task = task
         self.layout = layout
         self.republish = republish
+        self.buckets = cut(layout, whole=setup.compression.takes_whole_parameters)
+        self.pool = Pool(layout.parameter_count, KEPT_ARRAYS)
         self._offences: Counter[str] = Counter()
 
     async def gather(self, plan: Plan, version: int, parameters: Part) -> Gathered:
@@ -150,7 +152,7 @@ class _Gathering:
         self._plan = plan
         self._version = version
         self._parameters = parameters
-        self._round = Round(len(plan.shards))
+        self._round = Round(len(plan.shards), collector.buckets, collector.pool)
         self._handles: list[tuple[int, Handle[ShardResult]]] = []
         self._ended: set[str] = set()
         self._shares: list[Share] = []
@@ -267,60 +269,21 @@ class _Gathering:
         """Put a result into the round; else why it is refused."""
         if result.status != "computed":
             return result.reason
-        try:
-            pieces = await self._payload(shard, result)
-            size_bytes = sum(map(len, pieces))
-            if size_bytes <= SMALL_BYTES:
-                contribution = self._read(result, pieces)
-            else:
-                contribution = await asyncio.to_thread(self._read, result, pieces)
-        except DecodeError as error:
-            return str(error)
-        self._round.add(shard, contribution)
-        self._shares.append(Share(shard, result.worker, handle.id, len(self._plan.shards[shard])))
-        self._uplink_bytes += size_bytes
-        return None
-
-    async def _payload(self, shard: int, result: ShardResult) -> list[bytes]:
-        if not result.digests:
-            return [result.inline]
-        self._chunks = max(self._chunks, len(result.digests))
-        keys = self._gradient_keys(shard, result.attempt, len(result.digests))
-        found = await chunks.get(self._collector.client.bulk, keys)
-        pieces = [piece for piece in found if piece is not None]
-        if len(pieces) < len(found):
-            raise DecodeError("a chunk of the gradient is gone")
-        return pieces
-
-    def _read(self, result: ShardResult, pieces: list[bytes]) -> Contribution:
-        """A payload as numbers.
-
-        Raises:
-            DecodeError: it is damaged, of another length than the layout takes, or not finite.
-        """
-        if result.digests and tuple(map(digest_of, pieces)) != result.digests:
-            raise DecodeError("a chunk of the gradient is corrupt")
-        layout = self._collector.layout
-        trained, floats = layout.parameter_count, layout.float_count - layout.parameter_count
-        view = memoryview(b"".join(pieces))
-        gradient = self._setup.compression.decompress(view[: result.gradient_bytes], trained)
-        buffers = view[result.gradient_bytes :]
-        if len(buffers) != 4 * floats + 8 * layout.integer_count:
-            raise DecodeError(f"buffers of {len(buffers)} bytes do not fit the layout")
-        contribution = Contribution(
-            result.loss_sum,
-            result.count,
-            gradient,
-            np.frombuffer(buffers, np.float32, floats),
-            np.frombuffer(buffers[4 * floats :], np.int64).copy(),
+        collector = self._collector
+        receipt = Receipt(
+            result, shard, self._round, collector.buckets, collector.layout, self._setup.compression
         )
-        if result.count < 0 or not np.isfinite(result.loss_sum):
-            raise DecodeError(f"a loss of {result.loss_sum} over {result.count} samples")
-        if not np.isfinite(gradient).all():
-            raise DecodeError("the decoded gradient is not finite")
-        if not np.isfinite(contribution.floats).all():
-            raise DecodeError("the change of the buffers is not finite")
-        return contribution
+        if receipt.fault is None and result.digests:
+            self._chunks = max(self._chunks, len(result.sizes))
+            keys = self._gradient_keys(shard, result.attempt, len(result.sizes))
+            await chunks.get(collector.client.bulk, keys, receipt.target, receipt.taken, sum(result.sizes))
+        elif receipt.fault is None:
+            receipt.take_inline()
+        fault = receipt.close()
+        if fault is None:
+            self._shares.append(Share(shard, result.worker, handle.id, len(self._plan.shards[shard])))
+            self._uplink_bytes += sum(result.sizes)
+        return fault
 
     def _gradient_keys(self, shard: int, attempt: str, count: int) -> list[bytes]:
         return [self._setup.keys.gradient(self._version, shard, attempt, place) for place in range(count)]

@@ -7,7 +7,7 @@ the next one is current. Every so often one is kept, with all that the run needs
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -164,7 +164,7 @@ class Committer:
         await self._flip(manifest, b"" if entry is None else _encode_entry(entry))
 
     async def roll_back(
-        self, target: Manifest, parts: Mapping[str, Sequence[bytes]], skip: int | None, samples: int
+        self, target: Manifest, parts: Mapping[str, memoryview], skip: int | None, samples: int
     ) -> Progress:
         """Make a checkpoint current again, as a new version that shares its chunks.
 
@@ -224,9 +224,7 @@ class Committer:
             "losses": asdict(progress.losses),
         }
 
-    async def _restore(
-        self, manifest: Manifest, parts: Mapping[str, Sequence[bytes]], samples: int
-    ) -> Progress:
+    async def _restore(self, manifest: Manifest, parts: Mapping[str, memoryview], samples: int) -> Progress:
         if manifest.layout != self._learner.flat.layout.digest:
             raise CheckpointError(
                 f"version {manifest.version} of run {self._setup.name!r} is another model's: "

@@ -5,7 +5,7 @@ The master holds fp32 parameters in one flat buffer. Everything here runs in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -50,8 +50,7 @@ class Learner:
         """
         use_threads(self._threads)
         flat = self.flat
-        flat.gradient.copy_(torch.from_numpy(update.gradient))
-        flat.spread_gradient()
+        flat.use_gradient(torch.from_numpy(update.gradient))
         with drawing(derive(self._seed, "optimizer", step, bits=64)):
             self._optimizer.step()
             if isinstance(self._schedule, ReduceLROnPlateau):
@@ -89,7 +88,7 @@ class Learner:
         """What the optimizer and the schedule are: torch loads one's state into another without a word."""
         return [type(self._optimizer).__qualname__, type(self._schedule).__qualname__]
 
-    def restore(self, pieces: Sequence[bytes], state: Mapping[str, Any]) -> None:
+    def restore(self, parameters: memoryview, state: Mapping[str, Any]) -> None:
         """Go back to a version.
 
         Raises:
@@ -99,7 +98,7 @@ class Learner:
             raise CheckpointError(
                 f"the checkpoint's optimizer or schedule is another one: {state.get('kinds')}, not {self._kinds()}"
             )
-        self.flat.load(pieces)
+        self.flat.load(parameters)
         try:
             self._optimizer.load_state_dict(state["optimizer"])
             if self._schedule is not None:
@@ -122,14 +121,14 @@ def pack_state(state: Mapping[str, Any]) -> bytes:
         raise ConfigurationError(f"the optimizer's or schedule's state cannot be saved: {error}") from None
 
 
-def unpack_state(pieces: Sequence[bytes]) -> dict[str, Any]:
-    """A state from the chunks of its part.
+def unpack_state(data: memoryview) -> dict[str, Any]:
+    """A state from the bytes of its part.
 
     Raises:
         CheckpointError: the bytes are not one.
     """
     try:
-        state = unpack_value(b"".join(pieces))
+        state = unpack_value(bytes(data))
     except DecodeError as error:
         raise CheckpointError(f"a checkpoint's state is damaged: {error}") from None
     if not isinstance(state, dict):

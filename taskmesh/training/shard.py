@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from taskmesh.app.mesh import Mesh
 from taskmesh.broker import chunks
-from taskmesh.checkpoints.manifest import Part, digest_of
+from taskmesh.checkpoints.manifest import Part, checksum_of
 from taskmesh.checkpoints.store import VersionStore
 from taskmesh.errors import CheckpointError, TrainingError
 from taskmesh.keys import RunKeys
 from taskmesh.tasks import Context
 from taskmesh.tensors import FlatModel, drawing
-from taskmesh.training.compression.base import Compression
+from taskmesh.training.buckets import Bucket, cut
+from taskmesh.training.compression.base import Compression, Values
 from taskmesh.training.compute import compute, use_threads
 from taskmesh.training.data import Dataset
 from taskmesh.training.room import when_there_is_room
@@ -66,15 +67,16 @@ class ShardOrder:
 class ShardResult:
     """What came of it.
 
-    The payload is the compressed gradient, then the float and the integer buffers. Small ones ride in the result,
-    large ones lie in chunks.
+    The payload is the gradient, compressed bucket by bucket, then the float and the integer buffers, where there are
+    any. Small ones ride in the result, large ones lie in chunks, one a piece.
 
     Attributes:
         status: "computed"; "refused" for a loss or gradient that is not finite; "declined" by a worker that was to
             be avoided; "gone" when the parameters could not be fetched.
         reason: of a refusal, in words.
-        gradient_bytes: of the payload, the gradient's.
-        attempt: names the delivery, where the payload lies in chunks.
+        sizes: bytes of each piece of the payload.
+        digests: of each piece, where they lie in chunks.
+        attempt: names the delivery, where they do.
     """
 
     status: Literal["computed", "refused", "declined", "gone"]
@@ -82,7 +84,7 @@ class ShardResult:
     reason: str = ""
     loss_sum: float = 0.0
     count: int = 0
-    gradient_bytes: int = 0
+    sizes: tuple[int, ...] = ()
     inline: bytes = b""
     attempt: str = ""
     digests: tuple[bytes, ...] = ()
@@ -108,13 +110,12 @@ class Recipe(NamedTuple):
 
 
 class _Computed(NamedTuple):
-    """``digests`` are those of the payload's chunks; a payload that rides in the result has none."""
+    """``digests`` are those of the payload's pieces; a payload that rides in the result has none."""
 
     reason: str | None
     loss_sum: float = 0.0
     samples: int = 0
-    gradient_bytes: int = 0
-    payload: bytes = b""
+    pieces: tuple[memoryview, ...] = ()
     digests: tuple[bytes, ...] = ()
 
 
@@ -127,7 +128,8 @@ class Replica:
         self._recipe = recipe
         self._flat: FlatModel | None = None
         self._loaded: Part | None = None
-        self._fetches: OrderedDict[Part, asyncio.Task[list[bytes]]] = OrderedDict()
+        self._buckets: tuple[Bucket, ...] = ()
+        self._fetches: OrderedDict[Part, asyncio.Task[memoryview]] = OrderedDict()
 
     # the handlers
 
@@ -140,10 +142,10 @@ class Replica:
         if context.worker in order.avoid:
             return ShardResult("declined", context.worker)
         try:
-            pieces = await self._fetch(order.parameters)
+            parameters = await self._fetch(order.parameters)
         except CheckpointError as error:
             return ShardResult("gone", context.worker, str(error))
-        found = await compute(self._compute, order, pieces)
+        found = await compute(self._compute, order, parameters)
         if found.reason is not None:
             return ShardResult("refused", context.worker, found.reason)
         result = ShardResult(
@@ -152,17 +154,19 @@ class Replica:
             "",
             found.loss_sum,
             found.samples,
-            found.gradient_bytes,
+            tuple(piece.nbytes for piece in found.pieces),
             digests=found.digests,
         )
         if not found.digests:
-            return dataclasses.replace(result, inline=found.payload)
+            return dataclasses.replace(result, inline=b"".join(found.pieces))
         attempt = f"{context.task_id}.{context.deliveries}"
-        cut = chunks.split(memoryview(found.payload))
-        keys = [self._keys.gradient(order.version, order.shard, attempt, place) for place in range(len(cut))]
+        keys = [
+            self._keys.gradient(order.version, order.shard, attempt, place)
+            for place in range(len(found.pieces))
+        ]
         bulk = self._mesh.client.bulk
         await when_there_is_room(
-            lambda: chunks.put(bulk, keys, cut, GRADIENT_TTL_MS), f"run {self._recipe.run}"
+            lambda: chunks.put(bulk, keys, found.pieces, GRADIENT_TTL_MS), f"run {self._recipe.run}"
         )
         return dataclasses.replace(result, attempt=attempt)
 
@@ -172,12 +176,12 @@ class Replica:
         Raises:
             CheckpointError: the parameters are gone.
         """
-        pieces = await self._fetch(parameters)
-        return await compute(self._infer, parameters, layout, rows, pieces)
+        values = await self._fetch(parameters)
+        return await compute(self._infer, parameters, layout, rows, values)
 
     # parameters
 
-    async def _fetch(self, part: Part) -> list[bytes]:
+    async def _fetch(self, part: Part) -> memoryview:
         """The parameters of a version, fetched once however many ask."""
         fetch = self._fetches.get(part)
         if fetch is None or fetch.cancelled() or (fetch.done() and fetch.exception() is not None):
@@ -190,10 +194,11 @@ class Replica:
 
     # in the compute thread
 
-    def _load(self, part: Part, layout: str, pieces: list[bytes]) -> FlatModel:
+    def _load(self, part: Part, layout: str, values: memoryview) -> FlatModel:
         if self._flat is None:
             with drawing(derive(self._recipe.seed, "model", bits=64)):
                 self._flat = FlatModel(self._recipe.build())
+            self._buckets = cut(self._flat.layout, whole=self._recipe.compression.takes_whole_parameters)
         if self._flat.layout.digest != layout:
             raise TrainingError(
                 f"run {self._recipe.run!r}: this worker's model has another layout than the master's "
@@ -201,13 +206,13 @@ class Replica:
             )
         if self._loaded != part:
             self._loaded = None
-            self._flat.load(pieces)
+            self._flat.load(values)
             self._loaded = part
         else:
             self._flat.spread_buffers()  # the last forward pass has changed them
         return self._flat
 
-    def _compute(self, order: ShardOrder, pieces: list[bytes]) -> _Computed:
+    def _compute(self, order: ShardOrder, parameters: memoryview) -> _Computed:
         recipe = self._recipe
         if order.agreement != recipe.agreement:
             raise TrainingError(
@@ -215,7 +220,7 @@ class Replica:
                 "it runs other code"
             )
         use_threads(recipe.threads)
-        flat = self._load(order.parameters, order.layout, pieces)
+        flat = self._load(order.parameters, order.layout, parameters)
         flat.model.train()
         flat.zero_gradient()
         with drawing(derive(recipe.run, recipe.seed, "shard", order.step, order.shard, bits=64)):
@@ -228,15 +233,25 @@ class Replica:
             return _Computed(f"the loss is {loss_sum}")
         if not np.isfinite(gradient).all():
             return _Computed("the gradient is not finite")
-        key = derive(recipe.run, recipe.seed, "rounding", order.step, order.shard)
-        compressed = recipe.compression.compress(gradient, key)
-        payload = compressed + _buffers(flat)
-        cut = chunks.split(memoryview(payload)) if len(payload) > INLINE_BYTES else ()
-        return _Computed(None, loss_sum, count, len(compressed), payload, tuple(map(digest_of, cut)))
+        pieces = self._compress(gradient, order)
+        if buffers := _buffers(flat):
+            pieces.append(memoryview(buffers))
+        is_small = sum(piece.nbytes for piece in pieces) <= INLINE_BYTES
+        digests = () if is_small else tuple(map(checksum_of, pieces))
+        return _Computed(None, loss_sum, count, tuple(pieces), digests)
 
-    def _infer(self, part: Part, layout: str, rows: Tensor, pieces: list[bytes]) -> Tensor:
+    def _compress(self, gradient: Values, order: ShardOrder) -> list[memoryview]:
+        recipe = self._recipe
+        compressed: list[memoryview] = []
+        for place, bucket in enumerate(self._buckets):
+            key = derive(recipe.run, recipe.seed, "rounding", order.step, order.shard, place)
+            values = gradient[bucket.start : bucket.stop]
+            compressed.append(memoryview(recipe.compression.compress(values, key, bucket)).cast("B"))
+        return compressed
+
+    def _infer(self, part: Part, layout: str, rows: Tensor, values: memoryview) -> Tensor:
         use_threads(self._recipe.threads)
-        model = self._load(part, layout, pieces).model
+        model = self._load(part, layout, values).model
         model.eval()
         # Not inference_mode: what the model caches in it could not be used in a training step later.
         with torch.no_grad():

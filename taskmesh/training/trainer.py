@@ -177,8 +177,8 @@ class Trainer:
         Raises:
             CheckpointError: there is no such version, or it is damaged.
         """
-        manifest, pieces = await self.store.load_parameters(version)
-        return await compute(self._build, manifest, pieces)
+        manifest, parameters = await self.store.load_parameters(version)
+        return await compute(self._build, manifest, parameters)
 
     async def predict(
         self, rows: Tensor, *, version: int | None = None, task_rows: int = INFERENCE_ROWS
@@ -248,12 +248,12 @@ class Trainer:
             return None
         return RunStatus(self.name, current.version, current.step, current.metrics.get("loss"))
 
-    def _build(self, manifest: Manifest, pieces: Sequence[bytes]) -> nn.Module:
+    def _build(self, manifest: Manifest, parameters: memoryview) -> nn.Module:
         with drawing():
             flat = FlatModel(self.model())
         if flat.layout.digest != manifest.layout:
             raise ConfigurationError(f"version {manifest.version} of run {self.name!r} is another model's")
-        flat.load(pieces)
+        flat.load(parameters)
         return flat.model
 
     async def _lead(self, work: Callable[[Master], Awaitable[R]], timeout: float | None) -> R:

@@ -167,7 +167,7 @@ async def test_a_shard_that_is_not_finite_is_computed_again(
         if point == "wire" and isinstance(result, ShardResult) and next(calls) == 30:
             payload = result.inline[:12] + b"\xff" * 4 + result.inline[16:]
             return ShardResult(
-                "computed", result.worker, "", 1.0, result.count, result.gradient_bytes, payload
+                "computed", result.worker, "", 1.0, result.count, result.sizes, payload
             )
         return result
 

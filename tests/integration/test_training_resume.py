@@ -298,7 +298,7 @@ async def test_a_checkpoint_that_is_lost_under_the_run_is_written_again(
 
     async with workers(mesh, 1):
         finished = await trainer.run(steps=15, on_commit=on_commit)
-        assert len((await trainer.store.load_parameters(10))[1]) == 1
+        assert (await trainer.store.load_parameters(10))[1].nbytes > 1000
     assert (finished.version, finished.digest) == (15, expected.digest)
 
 

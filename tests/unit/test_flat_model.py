@@ -76,7 +76,7 @@ def test_bytes_bring_another_model_to_the_same_state_buffers_included() -> None:
     one.values[: one.layout.parameter_count].mul_(2)
     one.collect_buffers()
     data = bytes(one.view())
-    other.load([data[:10], data[10:]])
+    other.load(data)
     for (name, value), (_, found) in zip(
         one.model.state_dict().items(), other.model.state_dict().items(), strict=True
     ):
@@ -87,7 +87,7 @@ def test_bytes_bring_another_model_to_the_same_state_buffers_included() -> None:
 def test_half_precision_workers_share_the_layout_of_an_fp32_master() -> None:
     master, worker = FlatModel(with_norm()), FlatModel(with_norm().to(torch.bfloat16))
     assert master.layout.digest == worker.layout.digest
-    worker.load([bytes(master.view())])
+    worker.load(bytes(master.view()))
     weight = worker.model.get_parameter("0.weight")
     assert weight.dtype is torch.bfloat16
     assert torch.equal(weight, master.model.get_parameter("0.weight").to(torch.bfloat16))
@@ -101,7 +101,7 @@ def test_another_model_has_another_layout_and_other_bytes_are_refused() -> None:
     flat = FlatModel(nn.Linear(2, 3))
     for size in (0, 35, 41, 80):
         with pytest.raises(CheckpointError):
-            flat.load([bytes(size)])
+            flat.load(bytes(size))
 
 
 def test_fp64_parameters_are_refused() -> None:
@@ -111,5 +111,5 @@ def test_fp64_parameters_are_refused() -> None:
 
 def test_a_model_without_parameters() -> None:
     flat = FlatModel(nn.ReLU())
-    flat.load([])
+    flat.load(b"")
     assert flat.layout.size_bytes == 0

@@ -1,7 +1,8 @@
 """What a compression of gradients is.
 
-A compressed gradient is a fixed head and what the method puts behind it; the head names the method, so that a
-master and a worker that do not agree find out instead of computing nonsense::
+It works on one bucket of the gradient at a time. A compressed bucket is a fixed head and what the method puts behind
+it; the head names the method, so that a master and a worker that do not agree find out instead of computing
+nonsense::
 
     byte 0      method
     bytes 1-3   the method's own
@@ -17,24 +18,37 @@ import numpy as np
 import numpy.typing as npt
 
 from taskmesh.errors import DecodeError
+from taskmesh.training.buckets import Bucket
 
 Values = npt.NDArray[np.float32]
 HEAD = struct.Struct("<B3sQ")
 
 
 class Compression(Protocol):
-    """Turns a flat gradient into bytes and back.
+    """Turns a bucket's values into bytes and back.
 
-    ``compress`` gets finite fp32 values of shape (n,) and a key of 128 bits; the same values and key give the same
-    bytes on every machine. ``decompress`` returns fp32 of shape (n,), its own memory, or raises DecodeError.
+    ``compress`` gets finite fp32 values of shape (bucket.size,) and a key of 128 bits; the same values and key give the
+    same bytes on every machine. ``decompress`` writes all of ``values``, or raises DecodeError.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The method and its settings: what a master and its workers agree on."""
+        ...
 
-    def compress(self, values: Values, key: int) -> bytes: ...
+    @property
+    def is_plain(self) -> bool:
+        """Whether the bytes are the values as they are."""
+        ...
 
-    def decompress(self, data: bytes | memoryview, count: int) -> Values: ...
+    @property
+    def takes_whole_parameters(self) -> bool:
+        """Whether a bucket must not be a part of a parameter."""
+        ...
+
+    def compress(self, values: Values, key: int, bucket: Bucket) -> bytes | memoryview: ...
+
+    def decompress(self, data: bytes | memoryview, values: Values, bucket: Bucket) -> None: ...
 
 
 def open_head(data: bytes | memoryview, method: int, count: int) -> bytes:

@@ -7,25 +7,32 @@ from dataclasses import dataclass
 import numpy as np
 
 from taskmesh.errors import DecodeError
-from taskmesh.training.compression.base import HEAD, Values, open_head, view_values
-
-METHOD = 0
+from taskmesh.training.buckets import Bucket
+from taskmesh.training.compression.base import Values
 
 
 @dataclass(frozen=True, slots=True)
 class NoCompression:
-    """Gradients travel as fp32."""
+    """Gradients travel as fp32: the values alone, 4 bytes each."""
 
     @property
     def name(self) -> str:
         return "none"
 
-    def compress(self, values: Values, key: int) -> bytes:
-        return HEAD.pack(METHOD, b"", values.size) + values.astype("<f4", copy=False).tobytes()
+    @property
+    def is_plain(self) -> bool:
+        return True
 
-    def decompress(self, data: bytes | memoryview, count: int) -> Values:
-        open_head(data, METHOD, count)
-        if len(data) != HEAD.size + 4 * count:
-            raise DecodeError(f"a gradient of {count} fp32 values in {len(data)} bytes")
-        values: Values = view_values(data, "<f4", HEAD.size, count).astype(np.float32)
-        return values
+    @property
+    def takes_whole_parameters(self) -> bool:
+        return False
+
+    def compress(self, values: Values, key: int, bucket: Bucket) -> memoryview:
+        return values.data
+
+    def decompress(self, data: bytes | memoryview, values: Values, bucket: Bucket) -> None:
+        if len(data) != values.nbytes:
+            raise DecodeError(f"a gradient of {values.size} fp32 values in {len(data)} bytes")
+        found = np.frombuffer(data, np.float32)
+        if found.__array_interface__["data"] != values.__array_interface__["data"]:
+            values[:] = found

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from taskmesh.errors import ConfigurationError, DecodeError
+from taskmesh.training.buckets import Bucket
 from taskmesh.training.compression.base import HEAD, Values, open_head, view_values
 
 METHOD = 1
@@ -48,7 +49,15 @@ class Int8:
     def name(self) -> str:
         return f"int8/{self.chunk}"
 
-    def compress(self, values: Values, key: int) -> bytes:
+    @property
+    def is_plain(self) -> bool:
+        return False
+
+    @property
+    def takes_whole_parameters(self) -> bool:
+        return False
+
+    def compress(self, values: Values, key: int, bucket: Bucket) -> bytes:
         rows = self._rows(values)
         scales = np.abs(rows).max(axis=1, initial=0.0) / np.float32(_LEVELS)
         scales = np.where(scales < _SMALLEST, np.float32(0), np.minimum(scales, _LARGEST))
@@ -60,7 +69,8 @@ class Int8:
         head = HEAD.pack(METHOD, struct.pack("<I", self.chunk)[:3], values.size)
         return b"".join((head, scales.astype("<f4", copy=False).tobytes(), whole.tobytes()))
 
-    def decompress(self, data: bytes | memoryview, count: int) -> Values:
+    def decompress(self, data: bytes | memoryview, values: Values, bucket: Bucket) -> None:
+        count = values.size
         chunk = int.from_bytes(open_head(data, METHOD, count), "little")
         if chunk != self.chunk:
             raise DecodeError(f"a gradient in chunks of {chunk}; this side expects {self.chunk}")
@@ -68,14 +78,13 @@ class Int8:
         if len(data) != HEAD.size + 4 * chunks + count:
             raise DecodeError(f"a gradient of {count} int8 values in {len(data)} bytes")
         scales = view_values(data, "<f4", HEAD.size, chunks)
-        values: Values = view_values(data, np.int8, HEAD.size + 4 * chunks, count).astype(np.float32)
+        values[:] = view_values(data, np.int8, HEAD.size + 4 * chunks, count)
         whole = count // chunk * chunk
         with np.errstate(over="ignore", invalid="ignore"):  # damage: whoever asked sees that it is not finite
             if whole:
                 values[:whole].reshape(-1, chunk)[:] *= scales[: whole // chunk, None]
             if whole < count:
                 values[whole:] *= scales[-1]
-        return values
 
     def _rows(self, values: Values) -> Values:
         """The values as chunks, the last one filled up with zeros: shape (chunks, chunk)."""

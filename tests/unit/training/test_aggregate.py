@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taskmesh.training.aggregate import Contribution, Round, TreeSum
+from taskmesh.training.aggregate import Contribution, Pool, Round, TreeSum
+from taskmesh.training.buckets import Bucket
+
+BUCKETS = (Bucket(1, 3), Bucket(0, 1))
 
 
 def leaves(count: int) -> list[np.ndarray]:
@@ -58,22 +61,25 @@ def test_a_leaf_comes_once() -> None:
         tree.total()
 
 
-def contribution(
-    loss: float, count: int, gradient: float, floats: list[float], integers: list[int]
-) -> Contribution:
-    return Contribution(
-        loss, count, np.array([gradient], "f4"), np.array(floats, "f4"), np.array(integers, np.int64)
-    )
+def contribution(loss: float, count: int, floats: list[float], integers: list[int]) -> Contribution:
+    return Contribution(loss, count, np.array(floats, "f4"), np.array(integers, np.int64))
+
+
+def fill(round_: Round, shard: int, each: Contribution, gradient: float) -> None:
+    round_.open(shard, each)
+    for bucket in range(len(BUCKETS)):
+        round_.memory(shard, bucket)[:] = gradient
+        round_.add(shard, bucket)
 
 
 def test_shards_of_1_and_63_weigh_as_they_should() -> None:
-    round_ = Round(2)
-    round_.add(1, contribution(63.0 * 2, 63, 63.0 * 5, [4.0], [9]))
-    round_.add(0, contribution(1.0 * 8, 1, 1.0 * 7, [0.0], [3]))
+    round_ = Round(2, BUCKETS, Pool(3, 2))
+    fill(round_, 1, contribution(63.0 * 2, 63, [4.0], [9]), 63.0 * 5)
+    fill(round_, 0, contribution(1.0 * 8, 1, [0.0], [3]), 1.0 * 7)
     update = round_.update()
     assert update.count == 64
     assert update.loss == (8 + 126) / 64
-    assert update.gradient[0] == np.float32((7 + 315) / 64)
+    assert (update.gradient == np.float32((7 + 315) / 64)).all()
     assert update.floats[0] == 4.0 * 63 / 64, "float buffers are averaged by samples"
     assert update.integers.tolist() == [3], "integer buffers are the lowest shard's"
 
@@ -81,9 +87,37 @@ def test_shards_of_1_and_63_weigh_as_they_should() -> None:
 def test_the_order_does_not_show_in_a_round() -> None:
     seen = set()
     for order in itertools.permutations(range(4)):
-        round_ = Round(4)
+        round_ = Round(4, BUCKETS, Pool(3, 2))
         for shard in order:
-            round_.add(shard, contribution(0.1 * shard, 3 + shard, 1e-3 * 7.0**shard, [], []))
+            fill(round_, shard, contribution(0.1 * shard, 3 + shard, [], []), 1e-3 * 7.0**shard)
         update = round_.update()
         seen.add((update.loss, update.gradient.tobytes()))
     assert len(seen) == 1
+
+
+def test_what_was_added_stays_when_a_shard_begins_again() -> None:
+    round_ = Round(2, BUCKETS, Pool(3, 2))
+    round_.open(0, contribution(1.0, 1, [], []))
+    round_.memory(0, 0)[:] = 5.0
+    round_.add(0, 0)
+    fill(round_, 1, contribution(1.0, 1, [], []), 3.0)
+    round_.open(0, contribution(1.0, 1, [], []))
+    assert round_.has(0, 0)
+    assert not round_.has(0, 1)
+    round_.memory(0, 1)[:] = 7.0
+    round_.add(0, 1)
+    assert round_.update().gradient.tolist() == [5.0, 4.0, 4.0]
+
+
+def test_memory_is_used_again() -> None:
+    pool = Pool(3, 4)
+    used = set()
+    for _ in range(5):
+        round_ = Round(4, BUCKETS, pool)
+        for shard in range(4):
+            fill(round_, shard, contribution(1.0, 1, [], []), 1.0)
+            used.add(round_.memory(0, 0).ctypes.data)
+        used.add(round_.update().gradient.ctypes.data + 4)
+        round_.release()
+    assert len(pool._free) <= 3, "in turn, few are in use at once"
+    assert len(used) <= 3
