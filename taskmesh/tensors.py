@@ -105,6 +105,14 @@ def register() -> None:
     codec.register(codec.WireType(CODE, Tensor, encode, decode))
 
 
+def is_finite(values: Tensor) -> bool:
+    """Whether all of a tensor's values are numbers.
+
+    What is not finite shows in the sum; a sum may overflow too, and only then each value is looked at.
+    """
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+
+
 class Slot(NamedTuple):
     """Where one tensor lies: ``offset`` and ``size`` count elements of its region."""
 
@@ -240,17 +248,46 @@ class FlatModel:
         """The whole buffer, as it changes; ``collect_buffers`` brings the buffers' part up to date."""
         return self._bytes.numpy().data
 
+    def borrow(self, data: memoryview) -> None:
+        """Let the parameters lie in somebody's buffer, whose bytes must stay; the model's own buffers are copied.
+
+        ``values`` has no parameters then.
+
+        Raises:
+            CheckpointError: it has more or fewer bytes than the layout takes.
+        """
+        layout = self.layout
+        self._check_size(data)
+        if not layout.size_bytes:
+            return
+        found = torch.frombuffer(data, dtype=torch.uint8)
+        values = found[: 4 * layout.float_count].view(torch.float32)
+        self.floats.copy_(values[layout.parameter_count :])
+        self.integers.copy_(found[layout.integers_at :].view(torch.int64))
+        self._places = [
+            place._replace(values=self._part(values, slot, 0))
+            for place, slot in zip(self._places, layout.parameters, strict=True)
+        ]
+        for place in self._places:
+            if place.is_view:
+                place.parameter.data = place.values
+        self.spread()
+
     def load(self, data: bytes | memoryview) -> None:
         """Take over a buffer's bytes.
 
         Raises:
             CheckpointError: they are more or fewer than the layout takes.
         """
-        target = self.view()
-        if len(data) != len(target):
-            raise CheckpointError(f"a version of {len(data)} bytes; this model's layout takes {len(target)}")
-        target[:] = data
+        self._check_size(data)
+        self.view()[:] = data
         self.spread()
+
+    def _check_size(self, data: bytes | memoryview) -> None:
+        if len(data) != self.layout.size_bytes:
+            raise CheckpointError(
+                f"a version of {len(data)} bytes; this model's layout takes {self.layout.size_bytes}"
+            )
 
     def spread(self) -> None:
         """Let the model have what the buffer holds."""
@@ -291,11 +328,20 @@ class FlatModel:
 
     def collect_gradient(self) -> Tensor:
         """The flat gradient after backward; a parameter that got none counts as zero."""
-        for place in self._places:
-            found = place.parameter.grad
-            if found is not None and found.data_ptr() != place.gradient.data_ptr():
-                place.gradient.copy_(found)
+        for number in range(len(self._places)):
+            self.collect_gradient_of(number)
         return self.gradient
+
+    def collect_gradient_of(self, number: int) -> None:
+        """See that one parameter's gradient lies in the flat one, by its place in the layout."""
+        place = self._places[number]
+        found = place.parameter.grad
+        if found is not None and found.data_ptr() != place.gradient.data_ptr():
+            place.gradient.copy_(found)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """In the order of the layout."""
+        return [place.parameter for place in self._places]
 
     def spread_gradient(self) -> None:
         """Point the ``grad`` of every trained parameter (fp32, on the CPU) at the flat one."""

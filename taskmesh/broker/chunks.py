@@ -8,7 +8,8 @@ caller's memory; what is small goes with everything else.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import queue
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from taskmesh.broker.caller import Caller, pause_before
@@ -89,6 +90,63 @@ async def get(
     await _persist(caller, lambda: _on_nodes(caller, keys, get_some))
 
 
+class Upload:
+    """Pieces that are written as they come. ``add``, then ``end``; ``run`` meanwhile.
+
+    A piece may be added again, changed. No piece may change after it was added last, until ``run`` has returned.
+
+    Args:
+        key_of: the key of each piece, by its place.
+    """
+
+    def __init__(self, caller: Caller, key_of: Callable[[int], bytes], ttl_ms: int | None) -> None:
+        self._caller = caller
+        self._key_of = key_of
+        self._ttl_ms = ttl_ms
+        self._pieces: dict[int, memoryview] = {}
+        self._coming: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def add(self, place: int, piece: memoryview) -> None:
+        """A piece is there. Any thread."""
+        self._pieces[place] = piece
+        self._coming.put(place)
+
+    def end(self) -> None:
+        """No more will come. Any thread."""
+        self._coming.put(None)
+        self._loop.call_soon_threadsafe(self._ended.set)
+
+    async def run(self) -> None:
+        """Write until the end.
+
+        Raises:
+            BrokerFull: the server has no room; some pieces may be written.
+            BrokerUnavailable: it stayed away; likewise.
+        """
+        if not self._caller.server.is_cluster:
+            try:
+                await self._caller.server.on_socket(
+                    tag_of(self._key_of(0)), lambda wire: wire.set_many(self._items(), self._ttl_ms)
+                )
+                return
+            except (BrokerUnavailable, Moved):
+                pass  # once more, all of them
+        await self._ended.wait()
+        places = sorted(self._pieces)
+        await put(
+            self._caller,
+            [self._key_of(place) for place in places],
+            [self._pieces[place] for place in places],
+            self._ttl_ms,
+        )
+
+    def _items(self) -> Iterator[tuple[bytes, memoryview]]:
+        while (place := self._coming.get()) is not None:
+            yield self._key_of(place), self._pieces[place]
+
+
 async def _on_nodes(
     caller: Caller, keys: Sequence[bytes], work: Callable[[list[int]], Awaitable[None]]
 ) -> None:
@@ -101,6 +159,15 @@ async def _on_nodes(
     for error in done:
         if error is not None:
             raise error
+
+
+async def are_there(caller: Caller, keys: Sequence[bytes]) -> list[bool]:
+    """Whether each key is there, whatever is under it.
+
+    Raises:
+        BrokerUnavailable: the server stayed away.
+    """
+    return [bool(reply) for reply in await _each(caller, [(key, ("EXISTS", key)) for key in keys])]
 
 
 async def unlink(caller: Caller, keys: Sequence[bytes]) -> None:

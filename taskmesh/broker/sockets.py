@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -45,23 +45,22 @@ class Wire:
         self._buffer = memoryview(self._ahead)
         self._at = self._end = 0
 
-    def set_many(self, items: Sequence[tuple[bytes, memoryview]], ttl_ms: int | None) -> None:
-        """SET each key.
+    def set_many(self, items: Iterable[tuple[bytes, memoryview]], ttl_ms: int | None) -> None:
+        """SET each key, as the items come.
 
         Raises:
             BrokerError: the server refused one of them; the others are set.
         """
-        life = b"" if ttl_ms is None else b"$2\r\nPX\r\n" + _bulk(b"%d" % ttl_ms)
-        start = b"*3\r\n" if ttl_ms is None else b"*5\r\n"
-        end = b""
+        end = b"\r\n" if ttl_ms is None else b"\r\n$2\r\nPX\r\n" + _bulk(b"%d" % ttl_ms)
+        start = b"*3\r\n$3\r\nSET\r\n" if ttl_ms is None else b"*5\r\n$3\r\nSET\r\n"
+        sent = 0
         with self._mapped():
             for key, value in items:
-                head = b"%s%s$3\r\nSET\r\n%s$%d\r\n" % (end, start, _bulk(key), value.nbytes)
-                self._socket.sendall(head)
+                self._socket.sendall(b"%s%s$%d\r\n" % (start, _bulk(key), value.nbytes))
                 self._socket.sendall(value)
-                end = b"\r\n" + life
-            self._socket.sendall(end)
-            errors = [error for _ in items if (error := self._error_of(self._line())) is not None]
+                self._socket.sendall(end)
+                sent += 1
+            errors = [error for _ in range(sent) if (error := self._error_of(self._line())) is not None]
         if errors:
             raise errors[0]
 

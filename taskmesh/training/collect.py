@@ -27,11 +27,11 @@ from taskmesh.tasks import MAX_DELIVERIES
 from taskmesh.tensors import FlatLayout
 from taskmesh.training.aggregate import Pool, Round
 from taskmesh.training.buckets import cut
+from taskmesh.training.orders import ShardOrder, ShardResult
 from taskmesh.training.plan import Plan
 from taskmesh.training.receive import Receipt
 from taskmesh.training.room import when_there_is_room
 from taskmesh.training.setup import RunSetup
-from taskmesh.training.shard import ShardOrder, ShardResult
 
 log = logging.getLogger("taskmesh.training")
 PATIENCE = 10.0

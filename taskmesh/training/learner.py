@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from taskmesh.codec import pack_value, unpack_value
 from taskmesh.errors import CheckpointError, ConfigurationError, DecodeError
-from taskmesh.tensors import FlatModel, drawing
+from taskmesh.tensors import FlatModel, drawing, is_finite
 from taskmesh.training.aggregate import Update
 from taskmesh.training.compute import use_threads
 from taskmesh.training.seeds import derive
@@ -61,7 +61,7 @@ class Learner:
         flat.integers.copy_(torch.from_numpy(update.integers))
         flat.spread_buffers()
         # Of the buffers only the change: a mask may hold infinities all along.
-        if not bool(torch.isfinite(flat.values[: flat.layout.parameter_count]).all()):
+        if not is_finite(flat.values[: flat.layout.parameter_count]):
             return "the parameters are not finite after the step"
         if not np.isfinite(update.floats).all():
             return "the buffers are not finite after the step"
@@ -77,7 +77,7 @@ class Learner:
             for value in state.values()
             if isinstance(value, Tensor) and value.is_floating_point() and value.dim()
         )
-        return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+        return all(map(is_finite, tensors))
 
     def state(self) -> dict[str, Any]:
         """What the next steps depend on beside the parameters."""

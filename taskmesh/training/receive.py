@@ -13,7 +13,7 @@ from taskmesh.tensors import FlatLayout
 from taskmesh.training.aggregate import Contribution, Round
 from taskmesh.training.buckets import Bucket
 from taskmesh.training.compression.base import Compression
-from taskmesh.training.shard import ShardResult
+from taskmesh.training.orders import ShardResult
 
 
 class Receipt:

@@ -28,9 +28,10 @@ from taskmesh.training.compute import compute
 from taskmesh.training.data import Dataset, Sampler
 from taskmesh.training.learner import Learner, OptimizerMaker, ScheduleMaker
 from taskmesh.training.master import Finished, Master
+from taskmesh.training.replica import LossFunction, Recipe
 from taskmesh.training.rollback import OnDivergence
 from taskmesh.training.setup import RunSetup
-from taskmesh.training.shard import LossFunction, Recipe, Replica
+from taskmesh.training.shard import Shards
 
 R = TypeVar("R")
 RESULT_TTL = 60.0
@@ -113,13 +114,13 @@ class Trainer:
         recipe = Recipe(
             name, model, loss, data, self._setup.compression, seed, threads, self._setup.agreement
         )
-        replica = Replica(mesh, self._setup.keys, recipe)
+        shards_here = Shards(mesh, self._setup.keys, recipe)
         options = TaskOptions(queue=name, result_ttl=RESULT_TTL)
-        self._gradient = mesh.add_task(replica.gradient, f"{name}.gradient", options)
+        self._gradient = mesh.add_task(shards_here.gradient, f"{name}.gradient", options)
         options = TaskOptions(
             queue=name, result_ttl=RESULT_TTL, retry=INFERENCE_RETRY, raises=(CheckpointError,)
         )
-        self._infer = mesh.add_task(replica.infer, f"{name}.infer", options)
+        self._infer = mesh.add_task(shards_here.infer, f"{name}.infer", options)
         self._master: Master | None = None
         mesh.runs[name] = self
 

@@ -23,7 +23,7 @@ from taskmesh.tasks import Call, Next
 from taskmesh.tensors import FlatModel
 from taskmesh.testing import RedisCluster, RedisServer, fail_at, wait_until
 from taskmesh.training import Every, Finished, NoCompression, OnDivergence, Trainer
-from taskmesh.training.shard import ShardResult
+from taskmesh.training.orders import ShardResult
 from tests.conftest import settings_for_tests
 from tests.integration.training_support import (
     IMAGES,
