@@ -108,6 +108,11 @@ class RunKeys:
         """A piece of a version's state, spread over 16 tags; the fencing token keeps two masters' pieces apart."""
         return f"taskmesh:{{{self._prefix}:{index % 16}}}:chunk:{version}:{token}:{index}".encode()
 
+    @property
+    def notes(self) -> bytes:
+        """Word of pieces of gradients that have been written."""
+        return f"taskmesh:{{{self._prefix}:0}}:notes".encode()
+
     def gradient(self, version: int, shard: int, attempt: str, index: int) -> bytes:
         """A piece of a shard's gradient; ``attempt`` names one delivery of the task that computed it."""
         tag = f"{self._prefix}:{shard % 16}"

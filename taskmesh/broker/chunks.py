@@ -22,6 +22,7 @@ from taskmesh.settings import KIB, MIB
 CHUNK_BYTES = MIB
 LARGE_BYTES = 128 * KIB  # from here on a thread costs less than the copies that it spares
 WINDOW = 8
+TELL_OF = 4  # pieces at once
 WINDOW_TIMEOUT = 30.0
 _UNLINK_AT_ONCE = 500
 R = TypeVar("R")
@@ -49,8 +50,8 @@ async def put(
         return
 
     async def put_some(places: Sequence[int]) -> None:
-        items = [(keys[place], pieces[place]) for place in places]
-        await caller.server.on_socket(tag_of(items[0][0]), lambda wire: wire.set_many(items, ttl_ms))
+        commands = [_set(keys[place], pieces[place], ttl_ms) for place in places]
+        await caller.server.on_socket(tag_of(keys[places[0]]), lambda wire: wire.send_many(commands))
 
     await _persist(caller, lambda: _on_nodes(caller, keys, put_some))
 
@@ -97,11 +98,20 @@ class Upload:
 
     Args:
         key_of: the key of each piece, by its place.
+        tell: makes the command that tells whoever is interested of pieces that are there, by their places. It is
+            not sent in a cluster, whose nodes hold some of them each.
     """
 
-    def __init__(self, caller: Caller, key_of: Callable[[int], bytes], ttl_ms: int | None) -> None:
+    def __init__(
+        self,
+        caller: Caller,
+        key_of: Callable[[int], bytes],
+        ttl_ms: int | None,
+        tell: Callable[[Sequence[int]], Sequence[bytes]],
+    ) -> None:
         self._caller = caller
         self._key_of = key_of
+        self._tell = tell
         self._ttl_ms = ttl_ms
         self._pieces: dict[int, memoryview] = {}
         self._coming: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -128,7 +138,7 @@ class Upload:
         if not self._caller.server.is_cluster:
             try:
                 await self._caller.server.on_socket(
-                    tag_of(self._key_of(0)), lambda wire: wire.set_many(self._items(), self._ttl_ms)
+                    tag_of(self._key_of(0)), lambda wire: wire.send_many(self._commands())
                 )
                 return
             except (BrokerUnavailable, Moved):
@@ -142,9 +152,19 @@ class Upload:
             self._ttl_ms,
         )
 
-    def _items(self) -> Iterator[tuple[bytes, memoryview]]:
+    def _commands(self) -> Iterator[Sequence[bytes | memoryview]]:
+        untold: list[int] = []
         while (place := self._coming.get()) is not None:
-            yield self._key_of(place), self._pieces[place]
+            yield _set(self._key_of(place), self._pieces[place], self._ttl_ms)
+            untold.append(place)
+            if len(untold) == TELL_OF:
+                yield self._tell(untold)
+                untold = []
+
+
+def _set(key: bytes, piece: memoryview, ttl_ms: int | None) -> Sequence[bytes | memoryview]:
+    life = () if ttl_ms is None else (b"PX", b"%d" % ttl_ms)
+    return (b"SET", key, piece, *life)
 
 
 async def _on_nodes(

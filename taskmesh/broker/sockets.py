@@ -27,6 +27,7 @@ THREADS = 4
 TIMEOUT = 30.0  # seconds without a byte
 IDLE = 4  # connections kept for each node
 READ_AHEAD = 64 * 1024
+LARGE = 16 * 1024
 
 
 class _Lost(Exception):
@@ -45,24 +46,40 @@ class Wire:
         self._buffer = memoryview(self._ahead)
         self._at = self._end = 0
 
-    def set_many(self, items: Iterable[tuple[bytes, memoryview]], ttl_ms: int | None) -> None:
-        """SET each key, as the items come.
+    def send_many(self, commands: Iterable[Sequence[bytes | memoryview]]) -> None:
+        """Run commands that write, as they come; what they answer is not looked at, unless it is an error.
 
         Raises:
-            BrokerError: the server refused one of them; the others are set.
+            BrokerError: the server refused one of them; the others are done.
         """
-        end = b"\r\n" if ttl_ms is None else b"\r\n$2\r\nPX\r\n" + _bulk(b"%d" % ttl_ms)
-        start = b"*3\r\n$3\r\nSET\r\n" if ttl_ms is None else b"*5\r\n$3\r\nSET\r\n"
         sent = 0
+        errors: list[BrokerError] = []
         with self._mapped():
-            for key, value in items:
-                self._socket.sendall(b"%s%s$%d\r\n" % (start, _bulk(key), value.nbytes))
-                self._socket.sendall(value)
-                self._socket.sendall(end)
+            for command in commands:
+                self._send(command)
                 sent += 1
-            errors = [error for _ in range(sent) if (error := self._error_of(self._line())) is not None]
+            for _ in range(sent):
+                line = self._line()
+                if (error := self._error_of(line)) is not None:
+                    errors.append(error)
+                if line[:1] == b"$" and line != b"$-1":
+                    self._line()
         if errors:
             raise errors[0]
+
+    def _send(self, command: Sequence[bytes | memoryview]) -> None:
+        """Large arguments go out from where they lie, what is between them in one piece."""
+        small = b"*%d\r\n" % len(command)
+        for argument in command:
+            size = len(argument) if isinstance(argument, bytes) else argument.nbytes
+            small += b"$%d\r\n" % size
+            if size < LARGE:
+                small += bytes(argument) + b"\r\n"
+                continue
+            self._socket.sendall(small)
+            self._socket.sendall(argument)
+            small = b"\r\n"
+        self._socket.sendall(small)
 
     def get_many(
         self, keys: Sequence[bytes], target: Target, taken: Callable[[int], None] = lambda place: None

@@ -145,7 +145,11 @@ class Round:
     def open(self, shard: int, contribution: Contribution) -> None:
         """Begin with a shard, or begin again; or, at its end, with its buffers."""
         self._contributions[shard] = contribution
-        if shard not in self._memory:
+        self.prepare(shard)
+
+    def prepare(self, shard: int) -> None:
+        """See that there is memory for a shard."""
+        if shard not in self._left:
             self._memory[shard] = self._pool.take()
             self._left[shard] = len(self._buckets)
 

@@ -25,11 +25,13 @@ from taskmesh.keys import partition_of
 from taskmesh.results.handle import Handle
 from taskmesh.tasks import MAX_DELIVERIES
 from taskmesh.tensors import FlatLayout
+from taskmesh.training import notes
 from taskmesh.training.aggregate import Pool, Round
 from taskmesh.training.buckets import cut
+from taskmesh.training.notes import Note
 from taskmesh.training.orders import ShardOrder, ShardResult
 from taskmesh.training.plan import Plan
-from taskmesh.training.receive import Receipt
+from taskmesh.training.receive import Receipts
 from taskmesh.training.room import when_there_is_room
 from taskmesh.training.setup import RunSetup
 
@@ -106,6 +108,7 @@ class Collector:
         self.buckets = cut(layout, whole=setup.compression.takes_whole_parameters)
         self.pool = Pool(layout.parameter_count, KEPT_ARRAYS)
         self._offences: Counter[str] = Counter()
+        self._gathering: _Gathering | None = None
 
     async def gather(self, plan: Plan, version: int, parameters: Part) -> Gathered:
         """Publish a step's shards and collect them.
@@ -113,11 +116,20 @@ class Collector:
         Raises:
             TrainingError: a shard's handler raised again and again; the message holds the remote traceback.
         """
-        gathering = _Gathering(self, plan, version, parameters)
+        gathering = self._gathering = _Gathering(self, plan, version, parameters)
         try:
             return await gathering.run()
         finally:
+            self._gathering = None
             await gathering.clean_up()
+
+    async def listen(self) -> None:
+        """Hear of pieces of gradients, for ever."""
+        await notes.listen(self.client.bulk, self.setup.keys.notes, self._hear)
+
+    def _hear(self, note: Note) -> None:
+        if self._gathering is not None:
+            self._gathering.hear(note)
 
     @property
     def quarantined(self) -> tuple[str, ...]:
@@ -158,6 +170,14 @@ class _Gathering:
         self._shares: list[Share] = []
         self._uplink_bytes = 0
         self._chunks = 0  # of the largest payload that came in chunks
+        self._receipts = Receipts(
+            collector.client.bulk,
+            functools.partial(self._setup.keys.gradient, version),
+            self._round,
+            collector.buckets,
+            collector.layout,
+            self._setup.compression,
+        )
 
     async def run(self) -> Gathered:
         shards = {
@@ -178,6 +198,7 @@ class _Gathering:
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*shards, return_exceptions=True)
+            await self._receipts.close()
         return Gathered(self._round, fault, tuple(sorted(self._shares)), self._uplink_bytes)
 
     async def _tell_what_is_waited_for(self, shards: list[int]) -> None:
@@ -269,21 +290,17 @@ class _Gathering:
         """Put a result into the round; else why it is refused."""
         if result.status != "computed":
             return result.reason
-        collector = self._collector
-        receipt = Receipt(
-            result, shard, self._round, collector.buckets, collector.layout, self._setup.compression
-        )
-        if receipt.fault is None and result.digests:
-            self._chunks = max(self._chunks, len(result.sizes))
-            keys = self._gradient_keys(shard, result.attempt, len(result.sizes))
-            await chunks.get(collector.client.bulk, keys, receipt.target, receipt.taken, sum(result.sizes))
-        elif receipt.fault is None:
-            receipt.take_inline()
-        fault = receipt.close()
+        self._chunks = max(self._chunks, len(result.digests))
+        fault = await self._receipts.take(shard, result)
         if fault is None:
             self._shares.append(Share(shard, result.worker, handle.id, len(self._plan.shards[shard])))
             self._uplink_bytes += sum(result.sizes)
         return fault
+
+    def hear(self, note: Note) -> None:
+        """Pieces of a gradient are there."""
+        if note.version == self._version and note.shard < len(self._plan.shards):
+            self._receipts.hear(note.shard, note.attempt, note.places)
 
     def _gradient_keys(self, shard: int, attempt: str, count: int) -> list[bytes]:
         return [self._setup.keys.gradient(self._version, shard, attempt, place) for place in range(count)]

@@ -16,6 +16,7 @@ import mmap
 import os
 import shutil
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +44,8 @@ class HostMemory:
         digest = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
         self._folder = SHARED / f"taskmesh-{os.getuid()}-{digest}"
         self._usable = SHARED.is_dir()
+        self._held: set[int] = set()
+        weakref.finalize(self, _leave, self._folder, self._held)
 
     async def hold(self, digest: bytes, size: int, fill: Fill) -> Held | None:
         """A value, by its digest; ``fill`` brings it where nobody on this machine has. None when there is no room.
@@ -72,8 +75,8 @@ class HostMemory:
         """Be the only one on this machine who brings values."""
         lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            while not _lock(lock, fcntl.LOCK_EX):
-                await asyncio.sleep(LOOK_EVERY)  # noqa: ASYNC110 (nothing tells when a lock is free)
+            while not _lock(lock, fcntl.LOCK_EX):  # noqa: ASYNC110 (nothing tells when it is free)
+                await asyncio.sleep(LOOK_EVERY)
             yield
         finally:
             os.close(lock)
@@ -85,9 +88,20 @@ class HostMemory:
     def _find(self, digest: bytes, size: int) -> Held | None:
         for file in self._files():
             if _lock(file, fcntl.LOCK_SH) and _holds(file, digest, size):
-                return _map(file, size)
+                return self._map(file, size)
             os.close(file)
         return None
+
+    def _map(self, file: int, size: int) -> Held:
+        """The value as memory of one's own once it is written to: nobody's mistakes are others' parameters."""
+        whole = mmap.mmap(file, HEAD + size, access=mmap.ACCESS_COPY)
+        self._held.add(file)
+
+        def release() -> None:
+            self._held.discard(file)
+            _let_go(file)
+
+        return Held(memoryview(whole)[HEAD:], release)
 
     async def _bring(self, digest: bytes, size: int, fill: Fill) -> Held | None:
         for file in self._files():
@@ -98,14 +112,13 @@ class HostMemory:
                 os.posix_fallocate(file, 0, HEAD + size)  # writing beyond what there is would end the process
                 os.ftruncate(file, HEAD + size)
                 os.pwrite(file, bytes(len(digest)), 0)
-                with mmap.mmap(file, HEAD + size) as whole, memoryview(whole) as view, view[HEAD:] as into:
-                    await fill(into)
+                await fill(memoryview(mmap.mmap(file, HEAD + size))[HEAD:])
                 os.pwrite(file, digest, 0)
             except BaseException:
                 os.close(file)
                 raise
             fcntl.flock(file, fcntl.LOCK_SH)
-            return _map(file, size)
+            return self._map(file, size)
         return None
 
 
@@ -115,6 +128,20 @@ def _sweep() -> None:
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > ABANDONED_AFTER:
                 _remove_unused(folder)
+
+
+def _let_go(file: int) -> None:
+    fcntl.flock(file, fcntl.LOCK_UN)  # the mapping holds on to the file as long as a model lies in it
+    os.close(file)
+
+
+def _leave(folder: Path, held: set[int]) -> None:
+    """Leave nothing behind, unless others use it. At the end of the process at the latest."""
+    for file in held:
+        _let_go(file)
+    held.clear()
+    with contextlib.suppress(OSError):
+        _remove_unused(folder)
 
 
 def _remove_unused(folder: Path) -> None:
@@ -137,14 +164,3 @@ def _lock(file: int, kind: int) -> bool:
 
 def _holds(file: int, digest: bytes, size: int) -> bool:
     return os.pread(file, len(digest), 0) == digest and os.fstat(file).st_size == HEAD + size
-
-
-def _map(file: int, size: int) -> Held:
-    """The value as memory of one's own until it is written to: nobody's mistakes are others' parameters."""
-    whole = mmap.mmap(file, HEAD + size, access=mmap.ACCESS_COPY)
-
-    def release() -> None:
-        fcntl.flock(file, fcntl.LOCK_UN)  # the mapping holds on to the file as long as a model lies in it
-        os.close(file)
-
-    return Held(memoryview(whole)[HEAD:], release)

@@ -7,7 +7,7 @@ shard before it is computed. Buckets of a gradient leave while backward is still
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -19,8 +19,10 @@ from taskmesh.checkpoints.store import VersionStore
 from taskmesh.errors import BrokerFull, CheckpointError
 from taskmesh.keys import RunKeys
 from taskmesh.tasks import Context
+from taskmesh.training import notes
 from taskmesh.training.compute import compute
 from taskmesh.training.host import HostMemory
+from taskmesh.training.notes import Note
 from taskmesh.training.orders import ShardOrder, ShardResult
 from taskmesh.training.parameters import Versions
 from taskmesh.training.replica import Computed, Gradients, Recipe, Replica
@@ -95,7 +97,12 @@ class Shards:
             if sum(piece.nbytes for piece in found.pieces) > INLINE_BYTES:
                 await self._send(found, key_of)
             return found
-        upload = Upload(bulk, key_of, GRADIENT_TTL_MS)
+
+        def tell(places: Sequence[int]) -> Sequence[bytes]:
+            note = Note(order.version, order.shard, attempt, tuple(places))
+            return notes.write(self._keys.notes, note)
+
+        upload = Upload(bulk, key_of, GRADIENT_TTL_MS, tell)
         sending = asyncio.create_task(upload.run(), name="taskmesh gradient")
         try:
             found = await compute(self._replica.compute, order, parameters, memory, upload.add)

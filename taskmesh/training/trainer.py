@@ -297,4 +297,9 @@ class Trainer:
         self._master = Master(
             self._setup, self._sampler, learner, store, committer, collector, self.mesh.observers
         )
-        return await work(self._master)
+        listening = asyncio.create_task(collector.listen(), name="taskmesh notes")
+        try:
+            return await work(self._master)
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
