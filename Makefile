@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test check bench explore chaos depth soak clean
+.PHONY: demo test check bench explore chaos depth soak bench-training clean
 
 demo: $(VENV)/.ready  ## the main job, end to end, in under a minute
 	$(BIN)/taskmesh demo
@@ -38,6 +38,9 @@ depth: $(VENV)/.ready  ## long backlogs, a slow wire, dead workers, partitions, 
 
 soak: $(VENV)/.ready  ## ten minutes at half load: what grows
 	$(BIN)/python -m benchmarks.depth --only soak --json
+
+bench-training: $(VENV)/.ready  ## training beside DDP, slow links (as root), stragglers, crashes, parity: about an hour
+	$(BIN)/python -m benchmarks.training --json
 
 $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

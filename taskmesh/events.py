@@ -92,6 +92,37 @@ class ShardRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class Checkpointed:
+    """A version became a checkpoint: complete, and in the run's history.
+
+    Attributes:
+        seconds: from its commit.
+        size_bytes: all its parts.
+        written_bytes: of them, those that no earlier checkpoint held.
+        waited_seconds: that the run stood still for it, because the one before it was still on its way.
+        copy_seconds: of the compute thread, to copy it aside; a step is held up by so much at most.
+    """
+
+    run: str
+    version: int
+    step: int
+    seconds: float
+    size_bytes: int
+    written_bytes: int
+    waited_seconds: float
+    copy_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorFailed:
+    """A checkpoint could not be written to the run's mirror; it is complete in Redis."""
+
+    run: str
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RolledBack:
     """An older version became current, as a new version."""
 
@@ -101,7 +132,18 @@ class RolledBack:
     reason: str
 
 
-Event = Submitted | Fetched | Settled | Claimed | WorkerLost | Committed | ShardRefused | RolledBack
+Event = (
+    Submitted
+    | Fetched
+    | Settled
+    | Claimed
+    | WorkerLost
+    | Committed
+    | ShardRefused
+    | Checkpointed
+    | MirrorFailed
+    | RolledBack
+)
 
 
 class Observer(Protocol):

@@ -91,9 +91,10 @@ class PartitionKeys:
 class RunKeys:
     """The keys of one training run."""
 
-    __slots__ = ("_prefix", "current", "garbage", "history", "lease", "ledger", "run", "tag")
+    __slots__ = ("_prefix", "current", "garbage", "history", "lease", "ledger", "mesh", "run", "tag")
 
     def __init__(self, mesh: str, run: str) -> None:
+        self.mesh = mesh
         self.run = run
         self._prefix = f"{mesh}:run:{run}"
         self.tag = self._prefix.encode()
@@ -105,8 +106,12 @@ class RunKeys:
         self.ledger = prefix + b"ledger"
 
     def chunk(self, version: int, token: int, index: int) -> bytes:
-        """A piece of a version's state, spread over 16 tags; the fencing token keeps two masters' pieces apart."""
+        """A piece of a kept version, spread over 16 tags; the fencing token keeps two masters' pieces apart."""
         return f"taskmesh:{{{self._prefix}:{index % 16}}}:chunk:{version}:{token}:{index}".encode()
+
+    def transient(self, version: int, token: int, index: int) -> bytes:
+        """A piece of a version that is not kept, likewise."""
+        return f"taskmesh:{{{self._prefix}:{index % 16}}}:transient:{version}:{token}:{index}".encode()
 
     @property
     def notes(self) -> bytes:

@@ -16,10 +16,12 @@ from enum import StrEnum
 from typing import Any
 
 from taskmesh.events import (
+    Checkpointed,
     Claimed,
     Committed,
     Event,
     Fetched,
+    MirrorFailed,
     RolledBack,
     Settled,
     ShardRefused,
@@ -151,6 +153,16 @@ SHARDS_REFUSED = _define(
     "taskmesh_run_shards_refused_total", _F, _C, "Gradient shards that were not used.", ["run"]
 )
 ROLLBACKS = _define("taskmesh_run_rollbacks_total", _F, _C, "Rollbacks.", ["run"])
+CHECKPOINTS = _define("taskmesh_run_checkpoints_total", _F, _C, "Checkpoints completed.", ["run"])
+CHECKPOINT_SECONDS = _define(
+    "taskmesh_run_checkpoint_duration_seconds", _F, _H, "Commit to complete checkpoint.", ["run"], SECONDS
+)
+CHECKPOINT_BYTES = _define(
+    "taskmesh_run_checkpoint_bytes_total", _S, _C, "Bytes of checkpoints that were written.", ["run"]
+)
+MIRROR_FAILURES = _define(
+    "taskmesh_run_mirror_failures_total", _F, _C, "Checkpoints that a mirror did not get.", ["run"]
+)
 
 LOSS = _define("taskmesh_run_loss", _B, _G, "Loss of the last committed step.", ["run"])
 VERSION = _define("taskmesh_run_version", _B, _G, "The current version of the parameters.", ["run"])
@@ -218,6 +230,7 @@ class CountingObserver:
         self._others: defaultdict[tuple[str, str, str], list[Any]] = defaultdict(_cells(SECONDS))
         self._settles: defaultdict[str, list[Any]] = defaultdict(_cells(SECONDS))
         self._batches: defaultdict[str, list[Any]] = defaultdict(_cells(COUNTS))
+        self._checkpoints: defaultdict[str, list[Any]] = defaultdict(_cells(SECONDS))
         self._steps: defaultdict[str, list[Any]] = defaultdict(_cells(SECONDS))
         self._counts: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._gauges: dict[tuple[str, str], float] = {}
@@ -247,6 +260,12 @@ class CountingObserver:
                 self._gauges[VERSION, event.run] = event.version
             case ShardRefused():
                 counts[SHARDS_REFUSED, event.run] += 1
+            case Checkpointed():
+                counts[CHECKPOINTS, event.run] += 1
+                counts[CHECKPOINT_BYTES, event.run] += event.written_bytes
+                _observe(self._checkpoints[event.run], SECONDS, event.seconds)
+            case MirrorFailed():
+                counts[MIRROR_FAILURES, event.run] += 1
             case RolledBack():
                 counts[ROLLBACKS, event.run] += 1
                 self._gauges[VERSION, event.run] = event.version
@@ -284,6 +303,7 @@ class CountingObserver:
             (SETTLE_SECONDS, SECONDS, self._settles),
             (SETTLE_BATCH, COUNTS, self._batches),
             (STEP_SECONDS, SECONDS, self._steps),
+            (CHECKPOINT_SECONDS, SECONDS, self._checkpoints),
         ):
             for label, cell in _items(histograms):
                 samples.setdefault(name, {})[label,] = _histogram(bounds, cell)

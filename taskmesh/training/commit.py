@@ -1,12 +1,16 @@
 """Making a state of the run a version, and a version the state of the run.
 
-Every step becomes a version. Most are there for the workers alone: parameters on the server without AOF, gone when
-the next one is current. Every so often one is kept, with all that the run needs to go on from it.
+Every step becomes a version, there for the workers: parameters on the server without AOF, gone when the next one is
+current. Every so often one is kept, with all that the run needs to go on from it; that takes its time
+(``taskmesh.training.saver``), and the steps do not wait for it. The first version is kept before the first step, the
+last before the run ends.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -16,14 +20,18 @@ import msgspec
 from taskmesh.checkpoints.manifest import Manifest, Part
 from taskmesh.checkpoints.store import Commit, VersionStore
 from taskmesh.errors import CheckpointError, TrainingError
+from taskmesh.events import Observers
 from taskmesh.training.collect import Share
 from taskmesh.training.compute import compute
-from taskmesh.training.learner import Learner, pack_state, unpack_state
+from taskmesh.training.learner import Learner
 from taskmesh.training.rollback import LossHistory
 from taskmesh.training.room import when_there_is_room
+from taskmesh.training.saver import Saver
 from taskmesh.training.setup import RunSetup
+from taskmesh.training.snapshot import read_state
 
 log = logging.getLogger("taskmesh.training")
+Loaded = tuple[Manifest, dict[str, memoryview]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +84,24 @@ def decode_entry(data: bytes) -> LedgerEntry:
 
 
 class Committer:
-    """Writes a run's versions under the master's fencing token.
+    """Writes a run's versions under the master's fencing token, and has some of them kept.
 
     Attributes:
         current: the manifest of the version that is current.
     """
 
-    def __init__(self, setup: RunSetup, store: VersionStore, learner: Learner, token: int) -> None:
+    def __init__(
+        self, setup: RunSetup, store: VersionStore, learner: Learner, token: int, observers: Observers
+    ) -> None:
         self._setup = setup
         self._store = store
         self._learner = learner
         self._token = token
+        self._saver = Saver(setup, store, learner, token, observers)
         self.current: Manifest | None = None
         self._version = 0  # of the newest commit, whoever made it
+        self._state: dict[str, Any] = {}  # what the current version's successors depend on beside the learner
+        self._due_at = store.clock.monotonic()
 
     @property
     def parameters(self) -> Part:
@@ -101,38 +114,79 @@ class Committer:
         return self._version
 
     async def begin(self, samples: int) -> Progress:
-        """Take a run up where its newest checkpoint is, or begin it.
+        """Take a run up where its newest checkpoint is, or begin it with one.
 
         Raises:
             TrainingError: the run was begun with another seed, shards, batch size or compression, or other data.
             CheckpointError: there are checkpoints, and none is whole, or they are another model's.
         """
         await self._store.sweep(self._token)
-        found = await self._store.load_newest()
+        newest = await self._store.current()
+        if newest is not None:
+            self._version = newest.version
+            if not newest.kept:
+                await self._store.forget(newest.parts["parameters"])
+        found, mirrored = await self._find()
         if found is None:
-            progress = Progress()
-            await self.commit(progress, metrics={}, kept=True, samples=samples)
-            return progress
+            return await self._begin_anew(mirrored, 0 if newest is None else newest.version + 1, samples)
         manifest, parts = found
         progress = await self._restore(manifest, parts, samples)
-        newest = await self._store.current()
-        self._version = manifest.version if newest is None else max(manifest.version, newest.version)
-        self.current = manifest
-        if newest is not None and not newest.kept:
-            await self._store.forget(newest.parts["parameters"])
+        self._version = max(manifest.version, self._version)
+        self.current = self._saver.newest = manifest
         log.info("run %s goes on from version %d, step %d", self._setup.name, manifest.version, manifest.step)
         return progress
 
+    async def _find(self) -> tuple[Loaded | None, Loaded | None]:
+        """The newest checkpoint that is whole; where there is none, the newest of the mirror.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is whole, and there is none on the mirror.
+        """
+        mirror = self._saver.mirror
+        try:
+            found = await self._store.load_newest()
+        except CheckpointError:
+            mirrored = None if mirror is None else await asyncio.to_thread(mirror.load_newest)
+            if mirrored is None:
+                raise
+            return None, mirrored
+        if found is not None or mirror is None:
+            return found, None
+        return None, await asyncio.to_thread(mirror.load_newest)
+
+    async def _begin_anew(self, mirrored: Loaded | None, version: int, samples: int) -> Progress:
+        """There is no checkpoint: begin, with what the mirror has if it has any.
+
+        Args:
+            version: above the newest there was, should a master have died before its first checkpoint was complete.
+        """
+        progress, metrics = Progress(), {}
+        if mirrored is not None:
+            manifest, parts = mirrored
+            progress = await self._restore(manifest, parts, samples)
+            metrics, version = dict(manifest.metrics), max(version, await self._number_of(manifest))
+            log.warning(
+                "run %s: its server has no whole checkpoint of it; it goes on from version %d, step %d, of %r",
+                self._setup.name,
+                manifest.version,
+                progress.step,
+                self._saver.mirror,
+            )
+        await self._commit(version, progress, metrics, samples, b"")
+        await self._keep(mirrored=mirrored is None or version != mirrored[0].version)
+        await self._saver.wait()
+        return progress
+
+    async def _number_of(self, mirrored: Manifest) -> int:
+        """Its own if it is the mirror's newest, else one above that: what is damaged must not count as newer."""
+        assert self._saver.mirror is not None
+        newest = (await asyncio.to_thread(self._saver.mirror.versions))[-1].version
+        return newest if newest == mirrored.version else newest + 1
+
     async def commit(
-        self,
-        progress: Progress,
-        metrics: Mapping[str, float],
-        *,
-        kept: bool,
-        samples: int,
-        entry: LedgerEntry | None = None,
+        self, progress: Progress, metrics: Mapping[str, float], samples: int, entry: LedgerEntry
     ) -> None:
-        """Make the learner's parameters the next version.
+        """Make the learner's parameters the next version; it becomes a checkpoint by and by where one is due.
 
         Args:
             samples: length of the data, which a resumed run is held against.
@@ -140,14 +194,22 @@ class Committer:
         Raises:
             LeadershipLost: another master leads the run.
             BrokerFull: the server has no room for it, for minutes.
+            and what an earlier checkpoint has failed with.
         """
-        version = self._version + 1 if self.current is not None else 0
-        parts: dict[str, memoryview | bytes] = {"parameters": self._learner.flat.view()}
-        if kept:
-            state = {**self._learner.state(), **self._run_state(progress, samples)}
-            parts["state"] = pack_state(state)
-        described = await when_there_is_room(
-            lambda: self._store.write(version, self._token, parts, kept=kept), f"run {self._setup.name}"
+        self._saver.check()
+        await self._commit(self._version + 1, progress, metrics, samples, _encode_entry(entry))
+        now = self._store.clock.monotonic()
+        elapsed = 0.0 if self._saver.is_saving else now - self._due_at
+        if self._setup.checkpoint.is_due(progress.step, elapsed):
+            self._due_at = now
+            await self._keep()
+
+    async def _commit(
+        self, version: int, progress: Progress, metrics: Mapping[str, float], samples: int, entry: bytes
+    ) -> None:
+        view = self._learner.flat.view()
+        part = await when_there_is_room(
+            lambda: self._store.write(version, self._token, view), f"run {self._setup.name}"
         )
         manifest = Manifest(
             version=version,
@@ -155,13 +217,39 @@ class Committer:
             step=progress.step,
             batch=progress.drawn,
             token=self._token,
-            kept=kept,
+            kept=False,
             layout=self._learner.flat.layout.digest,
-            parts=described,
+            parts={"parameters": part},
             metrics=metrics,
             skipped=progress.skipped,
+            at_ms=_now_ms(),
         )
-        await self._flip(manifest, b"" if entry is None else _encode_entry(entry))
+        await self._flip(Commit(manifest, ledger=entry))
+        self._state = self._run_state(progress, samples)
+
+    async def _keep(self, *, mirrored: bool = True) -> None:
+        """Have the current version kept, as it is now."""
+        assert self.current is not None
+        await self._saver.begin(self.current, self._state, mirrored=mirrored)
+
+    async def newest_kept(self) -> Loaded | None:
+        """The newest checkpoint, also when it was still on its way; None where there is none at all.
+
+        Raises:
+            CheckpointError: there are checkpoints, and all are damaged; or what one has failed with.
+        """
+        await self._saver.wait()
+        return await self._store.load_newest()
+
+    async def load_kept(self, version: int) -> Loaded:
+        """One checkpoint, also when it was still on its way.
+
+        Raises:
+            CheckpointError: it is not kept (any more), or damaged; or what one has failed with.
+        """
+        await self._saver.wait()
+        target = await self._store.find_kept(version)
+        return target, {name: await self._store.load(part) for name, part in target.parts.items()}
 
     async def roll_back(
         self, target: Manifest, parts: Mapping[str, memoryview], skip: int | None, samples: int
@@ -171,6 +259,7 @@ class Committer:
         Args:
             skip: a batch to leave out from now on.
         """
+        await self._saver.wait()
         progress = await self._restore(target, parts, samples)
         skipped = {*self._skipped(target), *(() if skip is None else (skip,))}
         progress = replace(progress, skipped=tuple(sorted(skipped)))
@@ -181,9 +270,16 @@ class Committer:
             token=self._token,
             restored_from=target.version,
             skipped=progress.skipped,
+            at_ms=_now_ms(),
         )
         entry = LedgerEntry(manifest.version, target.version, target.step, -1)
-        await self._flip(manifest, _encode_entry(entry))
+        kept = [*(await self._store.kept()), manifest]
+        stay = self._setup.checkpoint.retained(kept)
+        dropped = [old for old in kept if old.version not in stay]
+        await self._flip(Commit(manifest, dropped, _encode_entry(entry)))
+        self._saver.newest = manifest
+        if self._saver.mirror is not None:
+            self._saver.mirror_copy(manifest, parts)
         return progress
 
     async def republish(self) -> Part:
@@ -194,19 +290,32 @@ class Committer:
         )
         return part
 
-    async def end(self) -> None:
-        """Leave nothing behind that is not kept."""
-        if self.current is not None and not self.current.kept:
-            await self._store.forget(self.parameters)
+    async def end(self) -> Manifest:
+        """Keep the current version, whether it is due or not, and leave nothing behind that is not kept.
 
-    async def _flip(self, manifest: Manifest, entry: bytes) -> None:
-        dropped: list[Manifest] = []
-        if manifest.kept:
-            kept = [*(await self._store.kept()), manifest]
-            stay = self._setup.checkpoint.retained(kept)
-            dropped = [old for old in kept if old.version not in stay]
-        await self._store.commit(Commit(manifest, dropped, entry), self._token)
-        before, self.current, self._version = self.current, manifest, manifest.version
+        Raises:
+            what a checkpoint has failed with.
+        """
+        await self._saver.wait()
+        assert self.current is not None
+        if not self.current.kept:
+            kept = self._saver.newest
+            if kept is None or kept.version != self.current.version:
+                await self._keep()
+                await self._saver.wait()
+                kept = self._saver.newest
+            assert kept is not None
+            await self._store.forget(self.parameters)
+            self.current = kept
+        return self.current
+
+    async def close(self) -> None:
+        """The run ends, however it ends: a checkpoint on its way is completed first, within half a minute."""
+        await self._saver.close()
+
+    async def _flip(self, commit: Commit) -> None:
+        await self._store.commit(commit, self._token)
+        before, self.current, self._version = self.current, commit.manifest, commit.manifest.version
         if before is not None and not before.kept:
             await self._store.forget(before.parts["parameters"])
 
@@ -230,7 +339,7 @@ class Committer:
                 f"version {manifest.version} of run {self._setup.name!r} is another model's: "
                 "give the run another name, or the same model"
             )
-        state = unpack_state(parts["state"])
+        state = await asyncio.to_thread(read_state, parts)
         wanted = self._run_state(Progress(), samples)
         for name in ("seed", "samples", "batch_size", "shards", "compression"):
             if state.get(name, wanted[name]) != wanted[name]:  # an older release did not note them all
@@ -241,3 +350,7 @@ class Committer:
         await compute(self._learner.restore, parts["parameters"], state)
         losses = LossHistory.read(state["losses"]["first"], state["losses"]["recent"])
         return Progress(manifest.step, manifest.batch, manifest.skipped, losses)
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)

@@ -24,11 +24,14 @@ def _thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="taskmesh compute")
 
 
+def enqueue(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
+    """Have a function run in the process's compute thread, before all that is given to it later."""
+    return asyncio.get_running_loop().run_in_executor(_thread(), functools.partial(function, *args, **kwargs))
+
+
 async def compute(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Run a function in the process's compute thread."""
-    return await asyncio.get_running_loop().run_in_executor(
-        _thread(), functools.partial(function, *args, **kwargs)
-    )
+    return await enqueue(function, *args, **kwargs)
 
 
 def use_threads(count: int) -> None:

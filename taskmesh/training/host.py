@@ -112,6 +112,7 @@ class HostMemory:
                 os.posix_fallocate(file, 0, HEAD + size)  # writing beyond what there is would end the process
                 os.ftruncate(file, HEAD + size)
                 os.pwrite(file, bytes(len(digest)), 0)
+                # Not closed here: the thread that read the last piece may hold on to its view for a moment more.
                 await fill(memoryview(mmap.mmap(file, HEAD + size))[HEAD:])
                 os.pwrite(file, digest, 0)
             except BaseException:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from taskmesh.codec import pack_value, unpack_value
-from taskmesh.errors import CheckpointError, ConfigurationError, DecodeError
+from taskmesh.errors import CheckpointError
 from taskmesh.tensors import FlatModel, drawing, is_finite
 from taskmesh.training.aggregate import Update
 from taskmesh.training.compute import use_threads
@@ -107,30 +106,3 @@ class Learner:
             raise CheckpointError(
                 f"the checkpoint's optimizer or schedule is another one's: {error}"
             ) from None
-
-
-def pack_state(state: Mapping[str, Any]) -> bytes:
-    """A state's bytes.
-
-    Raises:
-        ConfigurationError: it holds something that cannot travel.
-    """
-    try:
-        return pack_value(state)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigurationError(f"the optimizer's or schedule's state cannot be saved: {error}") from None
-
-
-def unpack_state(data: memoryview) -> dict[str, Any]:
-    """A state from the bytes of its part.
-
-    Raises:
-        CheckpointError: the bytes are not one.
-    """
-    try:
-        state = unpack_value(bytes(data))
-    except DecodeError as error:
-        raise CheckpointError(f"a checkpoint's state is damaged: {error}") from None
-    if not isinstance(state, dict):
-        raise CheckpointError("a checkpoint's state is damaged: it is no map")
-    return state

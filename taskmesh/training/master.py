@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from taskmesh.checkpoints.manifest import Manifest
-from taskmesh.checkpoints.store import VersionStore
 from taskmesh.errors import CheckpointError, TrainingError
 from taskmesh.events import Committed, Observers, RolledBack
 from taskmesh.training.aggregate import Update
@@ -58,7 +57,6 @@ class Master:
         setup: RunSetup,
         sampler: Sampler,
         learner: Learner,
-        store: VersionStore,
         committer: Committer,
         collector: Collector,
         observers: Observers,
@@ -66,7 +64,6 @@ class Master:
         self._setup = setup
         self._sampler = sampler
         self._learner = learner
-        self._store = store
         self._committer = committer
         self._collector = collector
         self._observers = observers
@@ -87,17 +84,15 @@ class Master:
             await self._serve_requests()
             if self.progress.step >= steps:
                 break
-            committed = await self._take_step(last=self.progress.step + 1 == steps)
+            committed = await self._take_step()
             if committed is not None and on_commit is not None:
                 on_commit(committed)
-        await self._committer.end()
-        current = self._committer.current
-        assert current is not None
+        current = await self._committer.end()
         digest = current.parts["parameters"].root.hex()
         loss = current.metrics.get("loss", float("nan"))
         return Finished(current.version, current.step, loss, digest, current.skipped)
 
-    async def _take_step(self, *, last: bool) -> Committed | None:
+    async def _take_step(self) -> Committed | None:
         """One step; None when it ended in a rollback."""
         started = time.monotonic()
         plan = self._plan()
@@ -107,7 +102,7 @@ class Master:
             update = gathered.round.update()
             reason = await compute(self._learner.apply, update, plan.step)
             if reason is None:
-                return await self._commit(plan, gathered, update, started, last=last)
+                return await self._commit(plan, gathered, update, started)
         await self._return_from(plan, reason)
         return None
 
@@ -128,18 +123,15 @@ class Master:
             return "no sample of the batch counts"
         return self._setup.divergence.judge(gathered.round.loss, self.progress.losses)
 
-    async def _commit(
-        self, plan: Plan, gathered: Gathered, update: Update, started: float, *, last: bool
-    ) -> Committed:
+    async def _commit(self, plan: Plan, gathered: Gathered, update: Update, started: float) -> Committed:
         losses = self.progress.losses.add(update.loss, self._setup.divergence.window)
         progress = replace(self.progress, step=plan.step, drawn=plan.batch + 1, losses=losses)
         version, parent = self._committer.version + 1, self._committer.version
         await self._committer.commit(
             progress,
             {"loss": update.loss},
-            kept=last or self._setup.checkpoint.is_due(plan.step),
-            samples=self._sampler.samples,
-            entry=LedgerEntry(
+            self._sampler.samples,
+            LedgerEntry(
                 version, parent, plan.step, plan.batch, tuple(map(len, plan.shards)), gathered.shares
             ),
         )
@@ -156,7 +148,7 @@ class Master:
 
     async def _return_from(self, plan: Plan, reason: str) -> None:
         """Go back to the newest checkpoint, and leave the batch out."""
-        found = await self._store.load_newest()
+        found = await self._committer.newest_kept()
         if found is None:
             raise TrainingError(f"run {self._setup.name!r}: no checkpoint to go back to after {reason}")
         target, parts = found
@@ -214,8 +206,7 @@ class Master:
         Raises:
             CheckpointError: it is not kept (any more), or damaged.
         """
-        target = await self._store.find_kept(version)
-        parts = {name: await self._store.load(part) for name, part in target.parts.items()}
+        target, parts = await self._committer.load_kept(version)
         self.progress = await self._committer.roll_back(target, parts, None, self._sampler.samples)
         self._tell_of_rollback(target, "asked for")
         return self._committer.version

@@ -274,9 +274,10 @@ class Trainer:
             if self._master is not None:
                 self._master.close()
             self._master = None
+            working.cancel()  # it completes the checkpoint on its way, and holds the lease meanwhile
+            await asyncio.gather(working, return_exceptions=True)
             holding.cancel()
-            working.cancel()
-            await asyncio.gather(holding, working, return_exceptions=True)
+            await asyncio.gather(holding, return_exceptions=True)
             with contextlib.suppress(TaskmeshError):
                 await lease.release()
 
@@ -285,7 +286,7 @@ class Trainer:
             Learner, self.model, self._optimizer, self._schedule, self._setup.seed, self._threads
         )
         store = self.store
-        committer = Committer(self._setup, store, learner, token)
+        committer = Committer(self._setup, store, learner, token, self.mesh.observers)
         collector = Collector(
             self._setup,
             self.mesh.client,
@@ -294,12 +295,11 @@ class Trainer:
             learner.flat.layout,
             committer.republish,
         )
-        self._master = Master(
-            self._setup, self._sampler, learner, store, committer, collector, self.mesh.observers
-        )
+        self._master = Master(self._setup, self._sampler, learner, committer, collector, self.mesh.observers)
         listening = asyncio.create_task(collector.listen(), name="taskmesh notes")
         try:
             return await work(self._master)
         finally:
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
+            await committer.close()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import redis
@@ -19,7 +20,7 @@ from taskmesh.checkpoints.manifest import Manifest
 from taskmesh.checkpoints.store import Commit, VersionStore
 from taskmesh.testing import MovableClock
 from tests.integration import checkpoint_writer as writer
-from tests.integration.checkpoint_writer import KEYS, content, save
+from tests.integration.checkpoint_writer import KEYS, content, keep, make_current, parts_of, save
 
 TTL = 5.0
 
@@ -54,7 +55,7 @@ async def test_what_was_written_is_read(store: VersionStore, token: int) -> None
     newest = await store.load_newest()
     assert newest is not None
     assert newest[0] == manifest
-    assert newest[1]["parameters"] == content(1)
+    assert newest[1]["parameters"] == parts_of(1)["parameters"]
     assert newest[1]["state"] == b"state 1"
     assert len(manifest.parts["parameters"].digests) == 3
     assert await store.ledger(10) == [b"entry 1"]
@@ -83,7 +84,7 @@ async def test_chunks_that_a_kept_version_shares_stay(store: VersionStore, token
     again = Manifest(2, 1, 1, 1, token, True, "layout", old.parts, restored_from=1)
     await store.commit(Commit(again, [old]), token)
     assert [manifest.version for manifest in await store.kept()] == [2]
-    assert await store.load(again.parts["parameters"]) == content(1)
+    assert await store.load(again.parts["parameters"]) == parts_of(1)["parameters"]
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
@@ -92,7 +93,7 @@ async def test_a_damaged_chunk_is_found_and_the_version_before_loads(
 ) -> None:
     await save(store, token, 1)
     manifest = await save(store, token, 2)
-    key = manifest.parts["parameters"].keys(KEYS)[1]
+    key = manifest.parts["parameters"].keys(KEYS)[2]
     if damage == "changed":
         plain.setrange(key, 12_345, b"!")
     elif damage == "cut":
@@ -109,21 +110,41 @@ async def test_a_damaged_chunk_is_found_and_the_version_before_loads(
         await store.load_newest()
 
 
+async def test_a_version_is_current_before_it_is_kept(store: VersionStore, token: int) -> None:
+    """A reader finds it all the time, under its number too, wherever it lies."""
+    await save(store, token, 1)
+    current = await make_current(store, token, 2)
+    assert await store.find() == await store.find(2) == current
+    assert [manifest.version for manifest in await store.kept()] == [1]
+    assert (await store.load_parameters(2))[1] == content(2)
+    kept = await keep(store, token, current)
+    assert await store.find() == await store.find(2) == kept
+    await store.forget(current.parts["parameters"])
+    assert (await store.load_parameters())[1] == parts_of(2)["parameters"]
+
+
+async def test_a_checkpoint_that_comes_late_does_not_become_current(store: VersionStore, token: int) -> None:
+    second = await make_current(store, token, 2)
+    third = await make_current(store, token, 3)
+    kept = await keep(store, token, second)
+    assert await store.find() == third
+    assert await store.find(2) == kept
+
+
 async def test_a_reader_falls_back_when_the_current_version_has_gone(store: VersionStore, token: int) -> None:
     await save(store, token, 1)
-    part = await store.write(2, token, {"parameters": b"fleeting"}, kept=False)
-    await store.commit(Commit(Manifest(2, 1, 2, 2, token, False, "layout", part)), token)
-    assert (await store.load_parameters())[1] == b"fleeting"
-    await store.forget(part["parameters"])
+    current = await make_current(store, token, 2)
+    assert (await store.load_parameters())[1] == content(2)
+    await store.forget(current.parts["parameters"])
     manifest, pieces = await store.load_parameters()
     assert manifest.version == 1
-    assert pieces == content(1)
+    assert pieces == parts_of(1)["parameters"]
 
 
 async def test_versions_that_are_not_kept_have_a_time_to_live(
     store: VersionStore, token: int, plain: redis.Redis
 ) -> None:
-    part = (await store.write(1, token, {"parameters": b"x"}, kept=False))["parameters"]
+    part = await store.write(1, token, b"x")
     assert all(plain.pttl(key) > 0 for key in part.keys(KEYS))
 
 
@@ -131,28 +152,40 @@ async def test_a_master_that_was_replaced_can_write_nothing(
     store: VersionStore, caller: Caller, clock: MovableClock, token: int, plain: redis.Redis
 ) -> None:
     manifest = await save(store, token, 1)
-    reserved = await store.write(2, token, {"parameters": content(2), "state": b""}, kept=True)
+    late = await make_current(store, token, 2)
+    reserved = await store.write_kept(2, token, parts_of(2), manifest)
     clock.advance(TTL + 1)
     successor = await Lease(caller, KEYS, TTL).acquire()
     assert successor > token
     with pytest.raises(LeadershipLost):
-        await store.commit(Commit(Manifest(2, 1, 2, 2, token, True, "layout", reserved)), token)
+        await store.keep(replace(late, kept=True, parts=reserved), token)
     with pytest.raises(LeadershipLost):
-        await store.write(3, token, {"parameters": b"late"}, kept=True)
-    assert await store.current() == manifest
+        await store.write_kept(3, token, parts_of(3))
+    with pytest.raises(LeadershipLost):
+        await make_current(store, token, 3)
+    with pytest.raises(LeadershipLost):
+        await store.drop([manifest], token)
+    assert await store.current() == late
+    assert await store.kept() == [manifest]
     # Its chunks are gone too: the refused master removes them, the successor what the refused one could not.
     await store.sweep(successor)
     assert set(plain.keys("*chunk*")) == set(manifest.keys(KEYS))
-    assert (await save(store, successor, 2)).token == successor
+    assert await store.load(manifest.parts["parameters"]) == parts_of(1)["parameters"], (
+        "it lent chunks to the other"
+    )
+    assert (await save(store, successor, 3)).token == successor
 
 
 async def test_a_commit_whose_reply_was_lost_may_be_made_again(store: VersionStore, token: int) -> None:
-    manifest = await save(store, token, 1)
-    await store.commit(Commit(manifest, [], b"entry 1"), token)
+    current = await make_current(store, token, 1)
+    await store.commit(Commit(current, ledger=b"entry 1"), token)
     assert await store.ledger(10) == [b"entry 1"]
+    kept = await keep(store, token, current)
+    await store.keep(kept, token, [], current)
+    assert await store.kept() == [kept]
 
 
-async def test_a_commit_whose_reply_was_lost_is_not_undone_when_another_leads_by_then(
+async def test_a_checkpoint_whose_reply_was_lost_is_not_undone_when_another_leads_by_then(
     store: VersionStore, caller: Caller, clock: MovableClock, token: int
 ) -> None:
     """The first try was done; the second is refused. The successor goes on from that version: it must stay whole."""
@@ -160,8 +193,8 @@ async def test_a_commit_whose_reply_was_lost_is_not_undone_when_another_leads_by
     clock.advance(TTL + 1)
     await Lease(caller, KEYS, TTL).acquire()
     with pytest.raises(LeadershipLost):
-        await store.commit(Commit(manifest, [], b"entry 1"), token)
-    assert await store.load(manifest.parts["parameters"]) == content(1)
+        await store.keep(manifest, token)
+    assert await store.load(manifest.parts["parameters"]) == parts_of(1)["parameters"]
 
 
 async def test_a_master_that_was_replaced_does_not_sweep_what_its_successor_writes(
@@ -171,10 +204,48 @@ async def test_a_master_that_was_replaced_does_not_sweep_what_its_successor_writ
     await save(store, token, 1)
     clock.advance(TTL + 1)
     successor = await Lease(caller, KEYS, TTL).acquire()
-    written = await store.write(2, successor, {"parameters": content(2), "state": b""}, kept=True)
+    current = await make_current(store, successor, 2)
+    written = await store.write_kept(2, successor, parts_of(2))
     await store.sweep(token)
-    await store.commit(Commit(Manifest(2, 1, 2, 2, successor, True, "layout", written)), successor)
-    assert await store.load(written["parameters"]) == content(2)
+    await store.keep(replace(current, kept=True, parts=written), successor)
+    assert await store.load(written["parameters"]) == parts_of(2)["parameters"]
+
+
+async def test_equal_chunks_are_written_once(store: VersionStore, token: int, plain: redis.Redis) -> None:
+    first = await save(store, token, 1)
+    second = await save(store, token, 2, first)
+    one, other = first.parts["parameters"], second.parts["parameters"]
+    assert (len(one.own), len(other.own)) == (3, 2)
+    assert other.keys(KEYS)[1] == one.keys(KEYS)[1]
+    assert second.written_bytes == second.size_bytes - 1024 * 1024
+    assert len(plain.keys("*chunk*")) == 3 + 1 + 2 + 1
+    third = await save(store, token, 3, second)  # the first one goes, and what it has lent stays
+    assert third.parts["parameters"].keys(KEYS)[1] == one.keys(KEYS)[1]
+    for manifest in (second, third):
+        expected = parts_of(manifest.version)["parameters"]
+        assert await store.load(manifest.parts["parameters"]) == expected
+    assert set(plain.keys("*chunk*")) == {*second.keys(KEYS), *third.keys(KEYS)}
+
+
+async def test_what_the_server_has_lost_is_not_borrowed(
+    store: VersionStore, token: int, plain: redis.Redis
+) -> None:
+    first = await save(store, token, 1)
+    plain.delete(first.parts["parameters"].keys(KEYS)[1])
+    second = await save(store, token, 2, first)
+    assert not second.parts["parameters"].loans
+    assert await store.load(second.parts["parameters"]) == parts_of(2)["parameters"]
+
+
+async def test_versions_are_dropped_by_hand(store: VersionStore, token: int, plain: redis.Redis) -> None:
+    first = await save(store, token, 1)
+    second = await save(store, token, 2, first)
+    await store.drop([first], token)
+    await store.drop([], token)
+    assert await store.kept() == [second]
+    assert await store.load(second.parts["parameters"]) == parts_of(2)["parameters"]
+    assert set(plain.keys("*chunk*")) == set(second.keys(KEYS))
+    assert not plain.exists(KEYS.garbage)
 
 
 async def test_tokens_rise_with_each_leadership(caller: Caller, clock: MovableClock) -> None:
@@ -232,7 +303,10 @@ def write_until_killed(redis_url: str, seconds: float) -> None:
 async def test_a_master_killed_at_any_point_of_a_save_leaves_a_whole_version(
     store: VersionStore, redis_url: str, plain: redis.Redis
 ) -> None:
-    """50 writers killed at random instants. What loads is complete, and no chunk outlives the next sweep."""
+    """50 writers killed at random instants. What loads is complete, and no chunk outlives the next sweep.
+
+    The middle chunk is written by the first save of all and borrowed ever since, through all retention and sweeps.
+    """
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     draw = random.Random(seed)
@@ -243,9 +317,11 @@ async def test_a_master_killed_at_any_point_of_a_save_leaves_a_whole_version(
         if newest is not None:
             manifest, parts = newest
             assert manifest.version >= last
-            assert parts["parameters"] == content(manifest.version)
+            assert parts == parts_of(manifest.version)
             last = manifest.version
     await store.sweep(2**31)
     wanted = {key for manifest in await store.kept() for key in manifest.keys(KEYS)}
-    assert last > 0
+    middle = {manifest.parts["parameters"].keys(KEYS)[1] for manifest in await store.kept()}
+    assert len(middle) == 1
+    assert last > 2
     assert set(plain.keys("*chunk*")) == wanted

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from taskmesh import BrokerUnavailable, Mesh, TaskmeshError, TrainingError
 from taskmesh.checkpoints.store import VersionStore
-from taskmesh.events import Committed
+from taskmesh.events import Committed, Event, RolledBack
 from taskmesh.scoring import from_run
 from taskmesh.testing import RedisServer, wait_until
 from taskmesh.training import Every, Finished, NoCompression, OnDivergence
@@ -287,19 +287,26 @@ async def test_moments_that_overflow_are_a_divergence(mesh: Mesh) -> None:
 async def test_a_checkpoint_that_is_lost_under_the_run_is_written_again(
     make_mesh: MakeMesh, plain: redis.Redis
 ) -> None:
-    """The master holds those parameters: no step need be taken back for them, and no batch left out."""
+    """After a rollback the workers have it from there. The master holds those parameters: nothing is taken back."""
     expected = await train(make_mesh("other"), 15)
     mesh = make_mesh()
     trainer = make_trainer(mesh)
 
     def on_commit(committed: Committed) -> None:
-        if committed.step == 10:
-            plain.delete(*plain.keys("*{test:run:digits:0}:chunk:10:*"))
+        if committed.version == 12:
+            asked.append(asyncio.create_task(trainer.rollback(to=10)))
 
+    class Thief:
+        def on_event(self, event: Event) -> None:
+            if isinstance(event, RolledBack):
+                assert plain.delete(*plain.keys("*{test:run:digits:0}:chunk:10:*"))
+
+    asked: list[asyncio.Task[int]] = []
+    mesh.observers.add(Thief())
     async with workers(mesh, 1):
         finished = await trainer.run(steps=15, on_commit=on_commit)
-        assert (await trainer.store.load_parameters(10))[1].nbytes > 1000
-    assert (finished.version, finished.digest) == (15, expected.digest)
+        assert (await trainer.store.load_parameters(await asked[0]))[1].nbytes > 1000
+    assert (finished.step, finished.digest) == (15, expected.digest)
 
 
 async def test_a_full_server_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:

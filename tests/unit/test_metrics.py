@@ -7,10 +7,12 @@ import threading
 
 from taskmesh import Mesh
 from taskmesh.events import (
+    Checkpointed,
     Claimed,
     Committed,
     Ending,
     Fetched,
+    MirrorFailed,
     RolledBack,
     Settled,
     ShardRefused,
@@ -98,6 +100,8 @@ def test_the_other_events() -> None:
         Committed("digits", 7, 6, 0.5, 0.1, 100, 400),
         Committed("digits", 8, 7, 0.25, 0.1, 100, 400),
         ShardRefused("digits", 7, 3, "worker-1", "not finite"),
+        Checkpointed("digits", 8, 7, 0.3, 400, 100, 0.0, 0.01),
+        MirrorFailed("digits", 8, "no such bucket"),
         RolledBack("digits", 9, 5, "loss spike"),
     ):
         observer.on_event(event)
@@ -112,6 +116,12 @@ def test_the_other_events() -> None:
     assert seen[metrics.UPLINK_BYTES] == {("digits",): 200}
     assert seen[metrics.DENSE_BYTES] == {("digits",): 800}
     assert seen[metrics.SHARDS_REFUSED] == {("digits",): 1}
+    assert seen[metrics.CHECKPOINTS] == {("digits",): 1}
+    assert seen[metrics.CHECKPOINT_BYTES] == {("digits",): 100}
+    took = seen[metrics.CHECKPOINT_SECONDS]["digits",]
+    assert isinstance(took, Histogram)
+    assert (took.count, took.total) == (1, 0.3)
+    assert seen[metrics.MIRROR_FAILURES] == {("digits",): 1}
     assert seen[metrics.ROLLBACKS] == {("digits",): 1}
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from taskmesh.checkpoints import manifest as manifests
-from taskmesh.checkpoints.manifest import Manifest, Part
+from taskmesh.checkpoints.manifest import Loan, Manifest, Part
 from taskmesh.checkpoints.retention import Every
 from taskmesh.errors import CheckpointError, ConfigurationError
 from taskmesh.keys import RunKeys
@@ -64,7 +66,27 @@ def test_when_a_version_is_kept() -> None:
     assert [step for step in range(1, 121) if rule.is_due(step)] == [30, 50, 60, 90, 100, 120]
 
 
-@pytest.mark.parametrize("changes", [{"steps": 0}, {"keep": 0}, {"milestone_steps": 0}])
+def test_when_a_version_is_kept_by_the_clock() -> None:
+    def due(rule: Every) -> list[int]:
+        """At one step a second."""
+        steps, last = [], 0
+        for step in range(1, 21):
+            if rule.is_due(step, float(step - last)):
+                steps.append(step)
+                last = step
+        return steps
+
+    assert due(Every(seconds=6)) == [6, 12, 18]
+    assert due(Every(seconds=6, steps=8)) == [6, 8, 14, 16]
+    assert due(Every(seconds=6, milestone_steps=10)) == [6, 10, 16, 20]
+    assert not Every(seconds=6).is_due(50)
+    assert Every().is_due(50)
+    assert not Every().is_due(49, 1e9)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"steps": 0}, {"keep": 0}, {"milestone_steps": 0}, {"seconds": 0.0}, {"seconds": math.nan}]
+)
 def test_rules_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         Every(**changes)
@@ -74,6 +96,10 @@ def test_a_manifest_survives_the_wire_and_damage_is_found() -> None:
     original = version(3, metrics={"loss": 0.25}, restored_from=1, skipped=(4, 9))
     data = manifests.encode(original)
     assert manifests.decode(data) == original
+    for loan in (Loan(0, 2, 1, 1, 0), Loan(-1, 1, 1, 1, 0), Loan(0, 0, 1, 1, 0)):
+        part = replace(original.parts["parameters"], loans=(loan,))
+        with pytest.raises(CheckpointError, match="loans"):
+            manifests.decode(manifests.encode(replace(original, parts={"parameters": part})))
     for broken in (data[:-1], b"", b"\x01\x02", data + b"x"):
         with pytest.raises(CheckpointError):
             manifests.decode(broken)

@@ -1,0 +1,110 @@
+"""The benchmark of training, each part of it small: that it measures what it says."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks.training import crashes, namespaces
+from benchmarks.training.audit import account
+from benchmarks.training.dense import measure_dense
+from benchmarks.training.link import measure_link
+from benchmarks.training.overlap import measure_overlap
+from benchmarks.training.parity import interval, measure_parity
+from benchmarks.training.standby import measure_standby
+from benchmarks.training.stopwatch import PARTS
+from benchmarks.training.stragglers import measure_stragglers
+from benchmarks.training.transport import measure_transport
+from taskmesh.training import LedgerEntry
+from taskmesh.training.collect import Share
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_dense_steps_beside_ddp() -> None:
+    figures = measure_dense(repeats=1, steps=6, parameters=40_000)
+    assert all(figures[f"{side}_step_s"] for side in ("dense", "int8", "ddp"))
+    parts = figures["dense_parts_s"]
+    assert isinstance(parts, dict)
+    assert tuple(parts) == PARTS
+    assert all(seconds >= 0 for seconds in parts.values())
+
+
+def test_transport_beside_a_bare_socket() -> None:
+    figures = measure_transport(rounds=1, values=4)
+    assert figures["transport_share_of_bare_socket"]
+
+
+def test_stragglers_take_at_least_what_the_work_takes() -> None:
+    figures = measure_stragglers((4,), steps=2)
+    assert isinstance(figures["straggler_ratio"], float)
+    assert figures["straggler_ratio"] > 0.9
+
+
+def test_a_standby_takes_over() -> None:
+    figures = measure_standby(kills=1, seed=1)
+    assert isinstance(figures["standby_takeover_s"], float)
+    assert figures["standby_takeover_s"] < 10.0
+
+
+def test_the_crash_matrix_has_one_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crashes, "WORKERS", (2,))
+    figures = crashes.measure_crashes(kills=2, seed=3, steps=40)
+    matrix = figures["crash_matrix"]
+    assert isinstance(matrix, dict)
+    assert (matrix["runs"], matrix["distinct_hashes"]) == (4, 1)
+    assert figures["ledger"] == {"committed_twice": 0, "never_committed": 0}
+
+
+async def test_the_ledgers_account_finds_what_is_wrong() -> None:
+    async def indices_of(batch: int) -> Sequence[int]:
+        return [(0, 1), (2, 3)][batch % 2]
+
+    def entry(version: int, parent: int, batch: int) -> LedgerEntry:
+        return LedgerEntry(version, parent, version, batch, (2,), (Share(0, "worker", "task", 2),))
+
+    entries = [entry(1, 0, 0), entry(2, 1, 1), entry(3, 1, 1)]  # 2 was abandoned
+    assert await account(entries, 3, 4, indices_of) == {
+        "ledger_steps": 2, "committed_twice": 0, "never_committed": 0
+    }  # fmt: skip
+    entries = [entry(1, 0, 1), entry(2, 1, 1)]
+    found = await account(entries, 2, 4, indices_of)
+    assert (found["committed_twice"], found["never_committed"]) == (2, 2)
+
+
+def test_parity_of_a_few_pairs() -> None:
+    figures = measure_parity(seeds=2, steps=5)
+    parity = figures["parity"]
+    assert isinstance(parity, dict)
+    assert parity["int8"]["uplink_saved"] > 0.745
+
+
+def test_the_interval_is_students() -> None:
+    low, high = interval([1.0, 2.0, 3.0, 4.0])
+    assert (low, high) == pytest.approx((2.5 - 2.0542, 2.5 + 2.0542), abs=1e-3)
+
+
+def test_a_run_over_a_slow_link_leaves_no_namespace() -> None:
+    try:
+        with namespaces.link("1gbit"):
+            pass
+    except namespaces.NoLink as error:
+        pytest.skip(str(error))
+    found = measure_link(("1gbit",), seeds=1, steps=10)["link"]
+    assert isinstance(found, dict)
+    sides = found["1gbit"]
+    assert sides["ddp_fp32"]["seconds_to_loss"] > 0
+    assert sides["ours"]["bytes_down"] > 8_000_000
+    assert (
+        "tmbench"
+        not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    )
+
+
+def test_buckets_that_are_held_back_still_arrive() -> None:
+    figures = measure_overlap(repeats=1, steps=4, parameters=100_000)
+    if figures["hidden_communication_share"] is None:
+        pytest.skip(figures["hidden_communication"]["skipped"])
+    assert figures["hidden_communication"]["step_after_s"] > 0
