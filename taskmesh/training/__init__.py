@@ -6,6 +6,7 @@ from taskmesh.training.commit import LedgerEntry
 from taskmesh.training.compression import Compression, Int8, NoCompression
 from taskmesh.training.data import Dataset
 from taskmesh.training.master import Finished
+from taskmesh.training.modes import LocalSteps, Synchronous
 from taskmesh.training.rollback import OnDivergence
 from taskmesh.training.trainer import Trainer, accuracy
 
@@ -16,9 +17,11 @@ __all__ = [
     "Finished",
     "Int8",
     "LedgerEntry",
+    "LocalSteps",
     "Manifest",
     "NoCompression",
     "OnDivergence",
+    "Synchronous",
     "Trainer",
     "accuracy",
 ]

@@ -108,6 +108,7 @@ class Collector:
         self.buckets = cut(layout, whole=setup.compression.takes_whole_parameters)
         self.pool = Pool(layout.parameter_count, KEPT_ARRAYS)
         self._offences: Counter[str] = Counter()
+        self._unlike: set[str] = set()
         self._gathering: _Gathering | None = None
 
     async def gather(self, plan: Plan, version: int, parameters: Part) -> Gathered:
@@ -133,8 +134,27 @@ class Collector:
 
     @property
     def quarantined(self) -> tuple[str, ...]:
-        """Workers whose results were refused so often that they get no shards while there are others."""
-        return tuple(worker for worker, count in self._offences.items() if count >= QUARANTINE_AFTER)
+        """Workers that get no shards while there are others: refused too often, or unlike."""
+        offenders = {worker for worker, count in self._offences.items() if count >= QUARANTINE_AFTER}
+        return tuple(sorted(offenders | self._unlike))
+
+    @property
+    def unlike(self) -> tuple[str, ...]:
+        """Workers whose bits would be others."""
+        return tuple(sorted(self._unlike))
+
+    def note_unlike(self, worker: str, fingerprint: str) -> None:
+        """A worker's bits would be others: it gets no shards."""
+        if worker not in self._unlike:
+            self._unlike.add(worker)
+            log.warning(
+                "run %s: worker %s gets no shards: it has %s; this master has %s. Give the Trainer deterministic=False "
+                "to let them differ",
+                self.setup.name,
+                worker,
+                fingerprint,
+                self.setup.fingerprint,
+            )
 
     async def has_others(self, avoided: tuple[str, ...]) -> bool:
         """Whether a worker is alive that is not avoided; if not, the quarantine is over for all."""
@@ -222,9 +242,11 @@ class _Gathering:
             plan.step,
             shard,
             plan.shards[shard],
+            plan.lengths[shard],
             self._parameters,
             layout,
             self._setup.agreement,
+            self._setup.fingerprint,
             avoid,
         )
         offenders: list[str] = []
@@ -265,7 +287,11 @@ class _Gathering:
             if result.status == "declined":
                 declines += 1
                 if not await self._collector.has_others(order.avoid):
-                    order, declines = dataclasses.replace(order, avoid=()), 0
+                    order, declines = dataclasses.replace(order, avoid=self._collector.unlike), 0
+            elif result.status == "unlike":
+                declines += 1
+                self._collector.note_unlike(result.worker, result.reason)
+                order = dataclasses.replace(order, avoid=tuple({*order.avoid, *self._collector.unlike}))
             elif result.status == "gone" and republications < MAX_REPUBLICATIONS:
                 republications += 1
                 order = dataclasses.replace(order, parameters=await self._collector.republish())

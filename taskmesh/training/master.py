@@ -114,7 +114,12 @@ class Master:
     def _plan(self) -> Plan:
         progress = self.progress
         return make_plan(
-            self._sampler, progress.step + 1, progress.drawn, progress.skipped, self._setup.shards
+            self._sampler,
+            progress.step + 1,
+            progress.drawn,
+            progress.skipped,
+            self._setup.shards,
+            self._setup.batches,
         )
 
     async def _publish_and_collect(self, plan: Plan) -> Gathered:
@@ -132,7 +137,7 @@ class Master:
         self, plan: Plan, gathered: Gathered, update: Update, started: float, *, last: bool
     ) -> Committed:
         losses = self.progress.losses.add(update.loss, self._setup.divergence.window)
-        progress = replace(self.progress, step=plan.step, drawn=plan.batch + 1, losses=losses)
+        progress = replace(self.progress, step=plan.step, drawn=plan.drawn, losses=losses)
         version, parent = self._committer.version + 1, self._committer.version
         await self._committer.commit(
             progress,
@@ -176,7 +181,7 @@ class Master:
             sum(map(len, plan.shards)),
         )
         samples = self._sampler.samples
-        self.progress = await self._committer.roll_back(target, parts, plan.batch, samples)
+        self.progress = await self._committer.roll_back(target, parts, plan.batches, samples)
         self._tell_of_rollback(target, f"{reason}; batch {plan.batch} is left out")
 
     def request_rollback(self, version: int) -> asyncio.Future[int]:
@@ -216,7 +221,7 @@ class Master:
         """
         target = await self._store.find_kept(version)
         parts = {name: await self._store.load(part) for name, part in target.parts.items()}
-        self.progress = await self._committer.roll_back(target, parts, None, self._sampler.samples)
+        self.progress = await self._committer.roll_back(target, parts, (), self._sampler.samples)
         self._tell_of_rollback(target, "asked for")
         return self._committer.version
 

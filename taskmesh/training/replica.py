@@ -23,6 +23,7 @@ from taskmesh.training.buckets import Bucket, cut
 from taskmesh.training.compression.base import Compression
 from taskmesh.training.compute import use_threads
 from taskmesh.training.data import Dataset
+from taskmesh.training.local import Inner, Local
 from taskmesh.training.orders import ShardOrder
 from taskmesh.training.seeds import derive
 
@@ -39,6 +40,8 @@ class Recipe(NamedTuple):
         build: makes the model.
         threads: torch's intra-op threads while a shard is computed.
         agreement: what it has alike, in words.
+        fingerprint: what its bits depend on beside that.
+        local: what a shard steps with, where it takes steps of its own.
     """
 
     run: str
@@ -49,6 +52,8 @@ class Recipe(NamedTuple):
     seed: int
     threads: int
     agreement: str
+    fingerprint: str
+    local: Local | None
 
 
 class Computed(NamedTuple):
@@ -117,20 +122,19 @@ class Replica:
             )
         use_threads(recipe.threads)
         flat = self._load(order.parameters, order.layout, parameters)
+        if recipe.local is not None:
+            flat.load(parameters)  # it changes them, and they are others' too
+            self._loaded = None
         if not memory:
             memory.append(torch.empty(flat.layout.parameter_count))
         flat.use_gradient(memory[0])
         payload = _Payload(self._recipe, self._buckets, memory[0], order, take)
         flat.model.train()
-        flat.zero_gradient()
-        assert self._backward is not None
         with drawing(derive(recipe.run, recipe.seed, "shard", order.step, order.shard, bits=64)):
-            losses = recipe.loss(flat.model, recipe.data.fetch(order.indices))
-            loss, count = sum_and_count(losses)
-            self._backward.begin(payload.add)
-            loss.backward()  # type: ignore[no-untyped-call]
-        self._backward.finish()
-        loss_sum = float(loss.detach())
+            if recipe.local is None:
+                loss_sum, count = self._differentiate(flat, order, payload)
+            else:
+                loss_sum, count = self._step(flat, order, parameters, payload, recipe.local)
         if not math.isfinite(loss_sum):
             return Computed(f"the loss is {loss_sum}")
         if not payload.is_finite:
@@ -138,6 +142,43 @@ class Replica:
         if buffers := _buffers(flat):
             payload.add_piece(len(self._buckets), memoryview(buffers))
         return Computed(None, loss_sum, count, payload.pieces, payload.digests)
+
+    def _differentiate(self, flat: FlatModel, order: ShardOrder, payload: _Payload) -> tuple[float, int]:
+        """The gradient of the losses' sum; the sum and how many there are."""
+        assert self._backward is not None
+        flat.zero_gradient()
+        total, count = 0.0, 0
+        batches = order.batches()
+        for place, indices in enumerate(batches):
+            loss, samples = sum_and_count(self._recipe.loss(flat.model, self._recipe.data.fetch(indices)))
+            if place == len(batches) - 1:
+                self._backward.begin(payload.add)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total, count = total + float(loss.detach()), count + samples
+        self._backward.finish()
+        return total, count
+
+    def _step(
+        self, flat: FlatModel, order: ShardOrder, parameters: memoryview, payload: _Payload, local: Local
+    ) -> tuple[float, int]:
+        """Steps of the shard's own. In the gradient's place: how far they led away, times the samples."""
+        batches = order.batches()
+        inner = Inner(local, flat.model, (order.step - 1) * len(batches))
+        total, count = 0.0, 0
+        for indices in batches:
+            loss, samples = sum_and_count(self._recipe.loss(flat.model, self._recipe.data.fetch(indices)))
+            if samples:
+                inner.step(loss / samples)
+            total, count = total + float(loss.detach()), count + samples
+        flat.collect_parameters()
+        trained = flat.layout.parameter_count
+        begun = np.frombuffer(parameters, np.float32, trained)
+        change = payload.gradient
+        np.subtract(begun, flat.values[:trained].numpy(), out=change)
+        change *= np.float32(count)
+        for place in range(len(self._buckets)):
+            payload.add(place)
+        return total, count
 
     def infer(self, part: Part, layout: str, rows: Tensor, parameters: memoryview) -> Tensor:
         """The model's outputs for a batch of inputs, in evaluation mode."""
@@ -186,7 +227,7 @@ class _Payload:
     ) -> None:
         self._recipe = recipe
         self._buckets = buckets
-        self._gradient = gradient.numpy()
+        self.gradient = gradient.numpy()
         self._order = order
         self._take = take
         self._pieces: dict[int, memoryview] = {}
@@ -204,7 +245,7 @@ class _Payload:
     def add(self, place: int) -> None:
         """A bucket is complete."""
         recipe, order, bucket = self._recipe, self._order, self._buckets[place]
-        values = self._gradient[bucket.start : bucket.stop]
+        values = self.gradient[bucket.start : bucket.stop]
         self.is_finite = self.is_finite and bool(np.isfinite(values).all())
         if self.is_finite:
             key = derive(recipe.run, recipe.seed, "rounding", order.step, order.shard, place)

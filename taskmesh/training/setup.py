@@ -8,6 +8,7 @@ from taskmesh.checkpoints.retention import Every
 from taskmesh.errors import ConfigurationError
 from taskmesh.keys import RunKeys
 from taskmesh.training.compression.base import Compression
+from taskmesh.training.modes import LocalSteps, Mode
 from taskmesh.training.rollback import OnDivergence
 
 
@@ -20,6 +21,7 @@ class RunSetup:
         batch_size: samples of each step.
         samples: length of the data.
         lease_ttl: seconds after which a master that is not heard of may be replaced.
+        fingerprint: what this process's bits depend on; "" where the run may have any.
     """
 
     keys: RunKeys
@@ -31,6 +33,8 @@ class RunSetup:
     divergence: OnDivergence
     samples: int
     lease_ttl: float
+    mode: Mode
+    fingerprint: str
 
     def __post_init__(self) -> None:
         if self.shards < 1:
@@ -39,7 +43,19 @@ class RunSetup:
     @property
     def agreement(self) -> str:
         """What master and workers must have alike beside the model's layout, for the same bits, in words."""
-        return f"seed {self.seed}, {self.samples} samples, compression {self.compression.name}"
+        return (
+            f"seed {self.seed}, {self.samples} samples, compression {self.compression.name}, {self.mode_name}"
+        )
+
+    @property
+    def mode_name(self) -> str:
+        """What workers must know of the mode."""
+        return f"{self.mode.steps} local steps" if isinstance(self.mode, LocalSteps) else "one step"
+
+    @property
+    def batches(self) -> int:
+        """Batches of each step."""
+        return self.mode.steps if isinstance(self.mode, LocalSteps) else 1
 
     @property
     def name(self) -> str:

@@ -53,6 +53,8 @@ class Shards:
         """
         if context.worker in order.avoid:
             return ShardResult("declined", context.worker)
+        if order.fingerprint not in ("", self._recipe.fingerprint):
+            return ShardResult("unlike", context.worker, self._recipe.fingerprint)
         attempt = f"{context.task_id}.{context.deliveries}"
         with self._gradients.lend() as memory:
             try:

@@ -26,8 +26,11 @@ from taskmesh.training.commit import Committer, LedgerEntry, decode_entry
 from taskmesh.training.compression import Compression, Int8
 from taskmesh.training.compute import compute
 from taskmesh.training.data import Dataset, Sampler
+from taskmesh.training.fingerprint import fingerprint
 from taskmesh.training.learner import Learner, OptimizerMaker, ScheduleMaker
+from taskmesh.training.local import Local, outer_optimizer
 from taskmesh.training.master import Finished, Master
+from taskmesh.training.modes import LocalSteps, Mode, Synchronous
 from taskmesh.training.replica import LossFunction, Recipe
 from taskmesh.training.rollback import OnDivergence
 from taskmesh.training.setup import RunSetup
@@ -68,6 +71,9 @@ class Trainer:
         rollback: what counts as divergence, and what follows.
         seed: of the model's first parameters, the data's order, dropout and rounding.
         threads: torch's intra-op threads for a shard; 1 gives the same bits whatever the machine's cores.
+        mode: how the workers' contributions become steps; by default each step is made of all its shards.
+        deterministic: workers whose torch build, processor or settings would give other bits than the master's get no
+            shards. False lets them differ.
 
     Raises:
         ConfigurationError: something of it cannot work, or the name is taken.
@@ -90,6 +96,8 @@ class Trainer:
         rollback: OnDivergence | None = None,
         seed: int = 0,
         threads: int = 1,
+        mode: Mode = Synchronous(),  # noqa: B008 (it is frozen)
+        deterministic: bool = True,
     ) -> None:
         self.mesh = mesh
         self.name = check_name("run", name)
@@ -106,13 +114,27 @@ class Trainer:
             rollback or OnDivergence(),
             len(data),
             mesh.settings.liveness_ttl,
+            mode,
+            fingerprint(threads) if deterministic else "",
         )
         self._sampler = Sampler(len(data), batch_size, seed)
-        self._optimizer = optimizer
-        self._schedule = schedule
         self._threads = threads
+        local = None
+        self._optimizer, self._schedule = optimizer, schedule
+        if isinstance(mode, LocalSteps):
+            local = Local(optimizer, schedule)
+            self._optimizer, self._schedule = outer_optimizer(mode), None
         recipe = Recipe(
-            name, model, loss, data, self._setup.compression, seed, threads, self._setup.agreement
+            name,
+            model,
+            loss,
+            data,
+            self._setup.compression,
+            seed,
+            threads,
+            self._setup.agreement,
+            fingerprint(threads),
+            local,
         )
         shards_here = Shards(mesh, self._setup.keys, recipe)
         options = TaskOptions(queue=name, result_ttl=RESULT_TTL)
