@@ -67,7 +67,7 @@ class Settler:
             return
         self._gathered[lane].append(settlement)
         self._endings.append(ending)
-        self._delays |= settlement.kind in "RUW"
+        self._delays |= settlement.kind in "RUWP"
         if self._flushing is None:
             self._flushing = asyncio.get_running_loop().create_task(self._flush(), name="taskmesh settle")
 
