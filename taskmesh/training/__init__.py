@@ -3,7 +3,7 @@
 from taskmesh.checkpoints.manifest import Manifest
 from taskmesh.checkpoints.retention import Every
 from taskmesh.training.commit import LedgerEntry
-from taskmesh.training.compression import Compression, Int8, NoCompression
+from taskmesh.training.compression import DGC, Compression, Half, Int8, LowRank, NoCompression, TopK
 from taskmesh.training.data import Dataset
 from taskmesh.training.master import Finished
 from taskmesh.training.modes import LocalSteps, Synchronous
@@ -11,17 +11,21 @@ from taskmesh.training.rollback import OnDivergence
 from taskmesh.training.trainer import Trainer, accuracy
 
 __all__ = [
+    "DGC",
     "Compression",
     "Dataset",
     "Every",
     "Finished",
+    "Half",
     "Int8",
     "LedgerEntry",
     "LocalSteps",
+    "LowRank",
     "Manifest",
     "NoCompression",
     "OnDivergence",
     "Synchronous",
+    "TopK",
     "Trainer",
     "accuracy",
 ]

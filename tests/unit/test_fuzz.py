@@ -10,7 +10,6 @@ from typing import Any
 
 import msgpack
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
@@ -24,7 +23,6 @@ from taskmesh.keys import PartitionKeys, RunKeys
 from taskmesh.messages import Message
 from taskmesh.signing import Signer
 from taskmesh.training.commit import LedgerEntry, decode_entry
-from taskmesh.training.compression import Compression, Int8, NoCompression
 from tests.hostile import HEAD, Damage, bombs
 from tests.unit.test_codec import CASES, encode
 
@@ -41,7 +39,6 @@ OUTCOMES = [encode(case) for case in CASES.values() if not isinstance(case, Mess
 PART = manifest.Part(True, 1, 1, 0, 10, (b"d" * 16,))
 MANIFEST = manifest.Manifest(1, 0, 1, 1, 1, True, "layout", {"parameters": PART}, {"loss": 0.5})
 ENTRY = msgspec.msgpack.encode(LedgerEntry(2, 1, 2, 2, (10, 10)))
-GRADIENT = np.linspace(-1, 1, 300, dtype=np.float32)
 
 
 @contextmanager
@@ -201,13 +198,3 @@ def test_entries_of_a_runs_ledger(seed: int) -> None:
     damage = Damage(seed, [ENTRY])
     for _ in range(5):
         refuses_or_reads(decode_entry, damage.next(), CheckpointError)
-
-
-@pytest.mark.parametrize("compression", [Int8(chunk=64), NoCompression()], ids=lambda one: one.name)
-@thorough
-@given(seed=SEEDS)
-def test_compressed_gradients(compression: Compression, seed: int) -> None:
-    note(f"seed {seed}")
-    damage = Damage(seed, [compression.compress(GRADIENT, 1)])
-    for _ in range(5):
-        refuses_or_reads(lambda data: compression.decompress(data, GRADIENT.size), damage.next())

@@ -8,11 +8,11 @@ import numpy as np
 
 from taskmesh.errors import DecodeError
 from taskmesh.training.buckets import Bucket
-from taskmesh.training.compression.base import Values
+from taskmesh.training.compression.base import Compression, Memory, Values
 
 
 @dataclass(frozen=True, slots=True)
-class NoCompression:
+class NoCompression(Compression):
     """Gradients travel as fp32: the values alone, 4 bytes each."""
 
     @property
@@ -23,12 +23,8 @@ class NoCompression:
     def is_plain(self) -> bool:
         return True
 
-    @property
-    def takes_whole_parameters(self) -> bool:
-        return False
-
-    def compress(self, values: Values, key: int, bucket: Bucket) -> memoryview:
-        return values.data
+    def compress(self, values: Values, key: int, bucket: Bucket, memory: Memory | None = None) -> memoryview:
+        return values.view(np.uint8).data
 
     def decompress(self, data: bytes | memoryview, values: Values, bucket: Bucket) -> None:
         if len(data) != values.nbytes:

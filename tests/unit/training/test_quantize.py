@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as arrays_of
 from taskmesh.errors import ConfigurationError, DecodeError
 from taskmesh.training import Compression, Int8, NoCompression
 from taskmesh.training.buckets import Bucket
+from taskmesh.training.compression.chance import uniform
 
 INT8 = Int8()
 
@@ -53,6 +54,15 @@ def test_the_same_key_gives_the_same_bytes_and_another_gives_others() -> None:
     values = normal(5000)
     assert pack(INT8, values, 7) == pack(INT8, values, 7)
     assert pack(INT8, values, 7) != pack(INT8, values, 8)
+
+
+def test_chance_is_spread_evenly_and_never_0_or_1() -> None:
+    draws = uniform(7, 1_000_000)
+    assert (draws * 65_536 % 1 == 0.5).all()
+    assert 0 < draws.min() < 1e-4
+    assert 1 - 1e-4 < draws.max() < 1
+    assert abs(draws.mean() - 0.5) < 0.002
+    assert abs(np.corrcoef(draws[1:], draws[:-1])[0, 1]) < 0.005
 
 
 def test_the_bytes_are_pinned() -> None:
@@ -102,7 +112,20 @@ def test_one_large_value_costs_only_its_own_chunk() -> None:
 
 def test_the_largest_numbers_do_not_overflow() -> None:
     largest = np.full(10, np.finfo(np.float32).max)
-    assert np.isfinite(unpack(INT8, pack(INT8, largest, 1), 10)).all()
+    found = unpack(INT8, pack(INT8, largest, 1), 10)
+    assert np.isfinite(found).all()
+    assert (found >= largest / 128 * 126).all()
+    data = bytearray(pack(INT8, largest, 1))
+    data[16:] = b"\x80" * 10  # -128 is not sent, and would be finite all the same
+    assert np.isfinite(unpack(INT8, bytes(data), 10)).all()
+
+
+@pytest.mark.parametrize("scale", [-1.0, float("nan"), float("inf"), float(np.finfo(np.float32).max) / 127])
+def test_a_scale_that_is_none_is_refused(scale: float) -> None:
+    data = bytearray(pack(INT8, normal(10), 1))
+    data[12:16] = np.float32(scale).tobytes()
+    with pytest.raises(DecodeError, match="scale"):
+        unpack(INT8, bytes(data), 10)
 
 
 @given(
