@@ -101,7 +101,19 @@ class RolledBack:
     reason: str
 
 
-Event = Submitted | Fetched | Settled | Claimed | WorkerLost | Committed | ShardRefused | RolledBack
+@dataclass(frozen=True, slots=True)
+class MemoryLost:
+    """What the compression of some shards remembered is gone; they begin anew."""
+
+    run: str
+    step: int
+    shards: tuple[int, ...]
+    reason: str
+
+
+Event = (
+    Submitted | Fetched | Settled | Claimed | WorkerLost | Committed | ShardRefused | RolledBack | MemoryLost
+)
 
 
 class Observer(Protocol):

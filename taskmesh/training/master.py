@@ -149,6 +149,7 @@ class Master:
             ),
         )
         self.progress = progress
+        self._collector.roster.take_seats(gathered.seats)
         dense_bytes = 4 * self._learner.flat.layout.float_count * len(plan.shards)
         seconds = time.monotonic() - started
         event = Committed(
@@ -182,6 +183,7 @@ class Master:
         )
         samples = self._sampler.samples
         self.progress = await self._committer.roll_back(target, parts, plan.batches, samples)
+        self._collector.roster.clear_seats(target.step, f"the run went back to step {target.step}")
         self._tell_of_rollback(target, f"{reason}; batch {plan.batch} is left out")
 
     def request_rollback(self, version: int) -> asyncio.Future[int]:
@@ -222,6 +224,7 @@ class Master:
         target = await self._store.find_kept(version)
         parts = {name: await self._store.load(part) for name, part in target.parts.items()}
         self.progress = await self._committer.roll_back(target, parts, (), self._sampler.samples)
+        self._collector.roster.clear_seats(target.step, f"the run went back to step {target.step}")
         self._tell_of_rollback(target, "asked for")
         return self._committer.version
 

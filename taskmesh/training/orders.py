@@ -19,6 +19,8 @@ class ShardOrder:
         agreement: what this master and its workers must have alike (``RunSetup.agreement``).
         fingerprint: what a worker's bits must depend on, as the master's do; "" where it does not matter.
         avoid: workers that leave it to others.
+        holder: the worker that has what the shard's compression remembers; "" for any.
+        memory: the name of what it is to go on from; "" for nothing.
     """
 
     version: int
@@ -31,6 +33,8 @@ class ShardOrder:
     agreement: str
     fingerprint: str = ""
     avoid: tuple[str, ...] = ()
+    holder: str = ""
+    memory: str = ""
 
     def batches(self) -> list[tuple[int, ...]]:
         """The indices of each batch."""
@@ -47,14 +51,16 @@ class ShardResult:
 
     Attributes:
         status: "computed"; "refused" for a loss or gradient that is not finite; "declined" by a worker that was to
-            be avoided; "unlike" from one whose bits would be others; "gone" when the parameters could not be fetched.
+            be avoided; "unlike" from one whose bits would be others; "gone" when the parameters could not be fetched;
+            "forgot" when what its compression was to go on from is not there.
         reason: of a refusal, in words; what an unlike worker is.
         sizes: bytes of each piece of the payload.
         digests: of each piece, where they lie in chunks.
-        attempt: names the delivery, where they do.
+        attempt: names the delivery.
+        remembers: this worker holds what the shard's compression remembers, under the attempt's name.
     """
 
-    status: Literal["computed", "refused", "declined", "unlike", "gone"]
+    status: Literal["computed", "refused", "declined", "unlike", "gone", "forgot"]
     worker: str
     reason: str = ""
     loss_sum: float = 0.0
@@ -63,3 +69,4 @@ class ShardResult:
     inline: bytes = b""
     attempt: str = ""
     digests: tuple[bytes, ...] = ()
+    remembers: bool = False

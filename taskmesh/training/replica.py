@@ -20,10 +20,11 @@ from taskmesh.errors import TrainingError
 from taskmesh.tensors import FlatModel, drawing
 from taskmesh.training.backward import Backward
 from taskmesh.training.buckets import Bucket, cut
-from taskmesh.training.compression.base import Compression
+from taskmesh.training.compression.base import Compression, Memory
 from taskmesh.training.compute import use_threads
 from taskmesh.training.data import Dataset
 from taskmesh.training.local import Inner, Local
+from taskmesh.training.memory import State, copy, fresh
 from taskmesh.training.orders import ShardOrder
 from taskmesh.training.seeds import derive
 
@@ -63,6 +64,7 @@ class Computed(NamedTuple):
         reason: why its gradient cannot be used; None when it can.
         pieces: the gradient, compressed, bucket by bucket, and the buffers, where there are any.
         digests: of the pieces.
+        memory: what the compression remembers of it, where it remembers anything.
     """
 
     reason: str | None
@@ -70,6 +72,7 @@ class Computed(NamedTuple):
     samples: int = 0
     pieces: tuple[memoryview, ...] = ()
     digests: tuple[bytes, ...] = ()
+    memory: State = ()
 
 
 class Gradients:
@@ -102,12 +105,18 @@ class Replica:
         self._backward: Backward | None = None
 
     def compute(
-        self, order: ShardOrder, parameters: memoryview, memory: list[Tensor], take: Take
+        self,
+        order: ShardOrder,
+        parameters: memoryview,
+        memory: list[Tensor],
+        state: State | None,
+        take: Take,
     ) -> Computed:
         """Compute one shard.
 
         Args:
             memory: where its gradient is to lie; filled when it is empty.
+            state: what its compression goes on from; None for nothing.
             take: is given each piece of the payload as soon as it is there, by its place; a piece may come again,
                 changed. What it is given lies in ``memory``, or is its own.
 
@@ -128,7 +137,7 @@ class Replica:
         if not memory:
             memory.append(torch.empty(flat.layout.parameter_count))
         flat.use_gradient(memory[0])
-        payload = _Payload(self._recipe, self._buckets, memory[0], order, take)
+        payload = _Payload(self._recipe, self._buckets, memory[0], order, state, take)
         flat.model.train()
         with drawing(derive(recipe.run, recipe.seed, "shard", order.step, order.shard, bits=64)):
             if recipe.local is None:
@@ -141,7 +150,7 @@ class Replica:
             return Computed("the gradient is not finite")
         if buffers := _buffers(flat):
             payload.add_piece(len(self._buckets), memoryview(buffers))
-        return Computed(None, loss_sum, count, payload.pieces, payload.digests)
+        return Computed(None, loss_sum, count, payload.pieces, payload.digests, payload.memory)
 
     def _differentiate(self, flat: FlatModel, order: ShardOrder, payload: _Payload) -> tuple[float, int]:
         """The gradient of the losses' sum; the sum and how many there are."""
@@ -223,13 +232,21 @@ class _Payload:
     """One shard's gradient, compressed bucket by bucket as backward finishes them."""
 
     def __init__(
-        self, recipe: Recipe, buckets: tuple[Bucket, ...], gradient: Tensor, order: ShardOrder, take: Take
+        self,
+        recipe: Recipe,
+        buckets: tuple[Bucket, ...],
+        gradient: Tensor,
+        order: ShardOrder,
+        state: State | None,
+        take: Take,
     ) -> None:
         self._recipe = recipe
         self._buckets = buckets
         self.gradient = gradient.numpy()
         self._order = order
         self._take = take
+        self._state = fresh(recipe.compression, buckets) if state is None else state
+        self._memory: dict[int, Memory] = {}
         self._pieces: dict[int, memoryview] = {}
         self._digests: dict[int, bytes] = {}
         self.is_finite = True
@@ -237,6 +254,13 @@ class _Payload:
     @property
     def pieces(self) -> tuple[memoryview, ...]:
         return tuple(self._pieces[place] for place in sorted(self._pieces))
+
+    @property
+    def memory(self) -> State:
+        """What the compression remembers of all its buckets; empty where it remembers nothing."""
+        return (
+            tuple(self._memory.get(place, {}) for place in range(len(self._buckets))) if self._memory else ()
+        )
 
     @property
     def digests(self) -> tuple[bytes, ...]:
@@ -249,7 +273,11 @@ class _Payload:
         self.is_finite = self.is_finite and bool(np.isfinite(values).all())
         if self.is_finite:
             key = derive(recipe.run, recipe.seed, "rounding", order.step, order.shard, place)
-            self.add_piece(place, memoryview(recipe.compression.compress(values, key, bucket)).cast("B"))
+            memory = copy(self._state[place])  # a bucket may be added again, changed
+            compressed = recipe.compression.compress(values, key, bucket, memory or None)
+            if memory:
+                self._memory[place] = memory
+            self.add_piece(place, memoryview(compressed).cast("B"))
 
     def add_piece(self, place: int, piece: memoryview) -> None:
         self._pieces[place] = piece
