@@ -93,9 +93,7 @@ async def test_a_worker_that_dies_with_what_was_passed_to_it_loses_nothing(make_
 
     for mesh in (first, second):
         mesh.task(work)
-    async with first, second, first.worker() as one:
-        second_worker = second.worker()
-        two = await second_worker.__aenter__()
+    async with first, second, first.worker() as one, second.worker() as two:
         holder["name"] = two.worker.decode()
         handle = await first.get_task("work").submit()
         await asyncio.wait_for(started.wait(), 10)

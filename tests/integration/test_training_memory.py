@@ -68,8 +68,7 @@ async def test_a_holder_that_dies_is_said_aloud_and_its_shards_begin_anew(make_m
     recorder = Recorder()
     mesh = make_mesh(observers=[recorder], liveness_ttl=1.0)
     trainer = make_trainer(mesh, compression=RARE, loss=slow)
-    async with mesh, mesh.worker(ONE) as lasting:
-        doomed = await mesh.worker(ONE).__aenter__()
+    async with mesh, mesh.worker(ONE) as lasting, mesh.worker(ONE) as doomed:
 
         def on_commit(committed: Committed) -> None:
             if committed.step == 8:
