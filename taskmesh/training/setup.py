@@ -22,6 +22,7 @@ class RunSetup:
         samples: length of the data.
         lease_ttl: seconds after which a master that is not heard of may be replaced.
         fingerprint: what this process's bits depend on; "" where the run may have any.
+        execution: how shards are computed, in words.
     """
 
     keys: RunKeys
@@ -35,6 +36,7 @@ class RunSetup:
     lease_ttl: float
     mode: Mode
     fingerprint: str
+    execution: str
 
     def __post_init__(self) -> None:
         if self.shards < 1:
@@ -43,9 +45,14 @@ class RunSetup:
     @property
     def agreement(self) -> str:
         """What master and workers must have alike beside the model's layout, for the same bits, in words."""
-        return (
-            f"seed {self.seed}, {self.samples} samples, compression {self.compression.name}, {self.mode_name}"
+        parts = (
+            f"seed {self.seed}",
+            f"{self.samples} samples",
+            f"compression {self.compression.name}",
+            self.mode_name,
+            self.execution,
         )
+        return ", ".join(parts)
 
     @property
     def mode_name(self) -> str:

@@ -26,6 +26,7 @@ from taskmesh.training.commit import Committer, LedgerEntry, decode_entry
 from taskmesh.training.compression import Compression, Int8
 from taskmesh.training.compute import compute
 from taskmesh.training.data import Dataset, Sampler
+from taskmesh.training.execution import Execution
 from taskmesh.training.fingerprint import fingerprint
 from taskmesh.training.learner import Learner, OptimizerMaker, ScheduleMaker
 from taskmesh.training.local import Local, outer_optimizer
@@ -74,6 +75,7 @@ class Trainer:
         mode: how the workers' contributions become steps; by default each step is made of all its shards.
         deterministic: workers whose torch build, processor or settings would give other bits than the master's get no
             shards. False lets them differ.
+        execution: precision, micro-batches, device and the like.
 
     Raises:
         ConfigurationError: something of it cannot work, or the name is taken.
@@ -98,12 +100,18 @@ class Trainer:
         threads: int = 1,
         mode: Mode = Synchronous(),  # noqa: B008 (it is frozen)
         deterministic: bool = True,
+        execution: Execution = Execution(),  # noqa: B008 (it is frozen)
     ) -> None:
         self.mesh = mesh
         self.name = check_name("run", name)
         self.model = model
         if threads < 1:
             raise ConfigurationError(f"threads is {threads}; it must be at least 1")
+        if deterministic and (execution.compile or execution.device != "cpu"):
+            what = "torch.compile" if execution.compile else f"device {execution.device!r}"
+            raise ConfigurationError(
+                f"{what} may change the bits from one worker to the next: give deterministic=False"
+            )
         self._setup = RunSetup(
             RunKeys(mesh.name, name),
             seed,
@@ -116,6 +124,7 @@ class Trainer:
             mesh.settings.liveness_ttl,
             mode,
             fingerprint(threads) if deterministic else "",
+            execution.name,
         )
         self._sampler = Sampler(len(data), batch_size, seed)
         self._threads = threads
@@ -134,6 +143,8 @@ class Trainer:
             threads,
             self._setup.agreement,
             fingerprint(threads),
+            execution,
+            not deterministic,
             local,
         )
         shards_here = Shards(mesh, self._setup.keys, recipe)
