@@ -132,6 +132,16 @@ class RolledBack:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryLost:
+    """What the compression of some shards remembered is gone; they begin anew."""
+
+    run: str
+    step: int
+    shards: tuple[int, ...]
+    reason: str
+
+
 Event = (
     Submitted
     | Fetched
@@ -143,6 +153,7 @@ Event = (
     | Checkpointed
     | MirrorFailed
     | RolledBack
+    | MemoryLost
 )
 
 

@@ -25,6 +25,7 @@ class Status(StrEnum):
     EXPIRED = "expired"
     RETRIED = "retried"
     UNKNOWN = "unknown"
+    PASSED_ON = "passed_on"
     UNDECODABLE = "undecodable"
 
 

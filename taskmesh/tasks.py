@@ -145,6 +145,14 @@ class RetryLater(TaskmeshError):
         self.delay = delay
 
 
+class PassOn(TaskmeshError):
+    """Raised by ``Context.pass_to``: another worker is to have this message."""
+
+    def __init__(self, worker: str) -> None:
+        super().__init__(f"the handler passed the message on to {worker}")
+        self.worker = worker
+
+
 @dataclass(slots=True)
 class Context:
     """What a handler may know of its run. A parameter annotated with it receives it; callers do not pass it.
@@ -184,6 +192,14 @@ class Context:
         if delay is not None and not delay < math.inf:
             raise ValueError(f"delay is {delay} s; it must be finite")
         raise RetryLater(delay)
+
+    def pass_to(self, worker: str) -> NoReturn:
+        """Let another worker run this, by its name (``Context.worker`` there): one that has what it takes at hand.
+
+        It does not count as a try. Where that worker is not there (any more), or does not serve this queue, the message
+        goes to whoever is free, a moment later. Not for handlers that run in processes of their own.
+        """
+        raise PassOn(worker)
 
 
 class Home(Protocol):

@@ -264,14 +264,7 @@ class FlatModel:
         values = found[: 4 * layout.float_count].view(torch.float32)
         self.floats.copy_(values[layout.parameter_count :])
         self.integers.copy_(found[layout.integers_at :].view(torch.int64))
-        self._places = [
-            place._replace(values=self._part(values, slot, 0))
-            for place, slot in zip(self._places, layout.parameters, strict=True)
-        ]
-        for place in self._places:
-            if place.is_view:
-                place.parameter.data = place.values
-        self.spread()
+        self._lie_in(values)
 
     def load(self, data: bytes | memoryview) -> None:
         """Take over a buffer's bytes.
@@ -281,6 +274,16 @@ class FlatModel:
         """
         self._check_size(data)
         self.view()[:] = data
+        self._lie_in(self.values)
+
+    def _lie_in(self, values: Tensor) -> None:
+        self._places = [
+            place._replace(values=self._part(values, slot, 0))
+            for place, slot in zip(self._places, self.layout.parameters, strict=True)
+        ]
+        for place in self._places:
+            if place.is_view:
+                place.parameter.data = place.values
         self.spread()
 
     def _check_size(self, data: bytes | memoryview) -> None:
@@ -296,6 +299,13 @@ class FlatModel:
                 if not place.is_view:
                     place.parameter.copy_(place.values)
         self.spread_buffers()
+
+    def collect_parameters(self) -> None:
+        """Read the parameters from the model, where it has them elsewhere."""
+        with torch.no_grad():
+            for place in self._places:
+                if not place.is_view:
+                    place.values.copy_(place.parameter)
 
     def spread_buffers(self) -> None:
         """Write the buffers into the model."""

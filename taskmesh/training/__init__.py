@@ -5,7 +5,9 @@ from taskmesh.checkpoints.retention import Every
 from taskmesh.training.commit import LedgerEntry
 from taskmesh.training.compression import DGC, Compression, Half, Int8, LowRank, NoCompression, TopK
 from taskmesh.training.data import Dataset
+from taskmesh.training.execution import Execution
 from taskmesh.training.master import Finished
+from taskmesh.training.modes import LocalSteps, Synchronous
 from taskmesh.training.rollback import OnDivergence
 from taskmesh.training.trainer import Trainer, accuracy
 
@@ -14,14 +16,17 @@ __all__ = [
     "Compression",
     "Dataset",
     "Every",
+    "Execution",
     "Finished",
     "Half",
     "Int8",
     "LedgerEntry",
+    "LocalSteps",
     "LowRank",
     "Manifest",
     "NoCompression",
     "OnDivergence",
+    "Synchronous",
     "TopK",
     "Trainer",
     "accuracy",

@@ -11,13 +11,11 @@ import asyncio
 import dataclasses
 import functools
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from taskmesh.app.client import Client
 from taskmesh.broker import chunks
-from taskmesh.broker.liveness import live_workers
 from taskmesh.checkpoints.manifest import Part
 from taskmesh.errors import ResultUnavailable, TaskCancelled, TaskFailed, TrainingError
 from taskmesh.events import Observers, ShardRefused
@@ -33,6 +31,7 @@ from taskmesh.training.orders import ShardOrder, ShardResult
 from taskmesh.training.plan import Plan
 from taskmesh.training.receive import Receipts
 from taskmesh.training.room import when_there_is_room
+from taskmesh.training.roster import Roster, Seat
 from taskmesh.training.setup import RunSetup
 
 log = logging.getLogger("taskmesh.training")
@@ -40,7 +39,6 @@ PATIENCE = 10.0
 FIRST_DELAY = 0.005  # after a worker that is avoided has declined; doubled each time
 LONGEST_DELAY = 1.0
 MAX_REPUBLICATIONS = 5
-QUARANTINE_AFTER = 3
 KEPT_ARRAYS = 8
 
 
@@ -67,12 +65,14 @@ class Gathered(NamedTuple):
     Attributes:
         fault: why the step cannot be taken; None when all shards are there.
         uplink_bytes: payloads that came in and were used: compressed gradients with their heads, and buffers.
+        seats: who holds which shard once the step is taken.
     """
 
     round: Round
     fault: str | None
     shares: tuple[Share, ...]
     uplink_bytes: int
+    seats: Mapping[int, Seat]
 
 
 class _Answer(NamedTuple):
@@ -107,7 +107,7 @@ class Collector:
         self.republish = republish
         self.buckets = cut(layout, whole=setup.compression.takes_whole_parameters)
         self.pool = Pool(layout.parameter_count, KEPT_ARRAYS)
-        self._offences: Counter[str] = Counter()
+        self.roster = Roster(setup, client, observers)
         self._gathering: _Gathering | None = None
 
     async def gather(self, plan: Plan, version: int, parameters: Part) -> Gathered:
@@ -131,29 +131,6 @@ class Collector:
         if self._gathering is not None:
             self._gathering.hear(note)
 
-    @property
-    def quarantined(self) -> tuple[str, ...]:
-        """Workers whose results were refused so often that they get no shards while there are others."""
-        return tuple(worker for worker, count in self._offences.items() if count >= QUARANTINE_AFTER)
-
-    async def has_others(self, avoided: tuple[str, ...]) -> bool:
-        """Whether a worker is alive that is not avoided; if not, the quarantine is over for all."""
-        alive = await self.live_workers()
-        if set(alive) <= set(avoided):
-            self._offences.clear()
-            return False
-        return True
-
-    async def live_workers(self) -> list[str]:
-        partition = self.client.partition(self.setup.name)
-        return await live_workers(partition, self.client.settings.liveness_ttl)
-
-    def note_offence(self, worker: str) -> None:
-        """A worker's result was refused, and another's of the same shard was not."""
-        self._offences[worker] += 1
-        if self._offences[worker] == QUARANTINE_AFTER:
-            log.warning("run %s: worker %s is avoided from now on", self.setup.name, worker)
-
 
 class _Gathering:
     """One step's round."""
@@ -170,6 +147,7 @@ class _Gathering:
         self._shares: list[Share] = []
         self._uplink_bytes = 0
         self._chunks = 0  # of the largest payload that came in chunks
+        self._seats: dict[int, Seat] = {}
         self._receipts = Receipts(
             collector.client.bulk,
             functools.partial(self._setup.keys.gradient, version),
@@ -199,10 +177,10 @@ class _Gathering:
                 task.cancel()
             await asyncio.gather(*shards, return_exceptions=True)
             await self._receipts.close()
-        return Gathered(self._round, fault, tuple(sorted(self._shares)), self._uplink_bytes)
+        return Gathered(self._round, fault, tuple(sorted(self._shares)), self._uplink_bytes, self._seats)
 
     async def _tell_what_is_waited_for(self, shards: list[int]) -> None:
-        workers = await self._collector.live_workers()
+        workers = await self._collector.roster.live_workers()
         log.warning(
             "run %s, step %d: waiting for shards %s of %d; %s serves queue %r",
             self._setup.name,
@@ -216,16 +194,19 @@ class _Gathering:
     async def _shard(self, shard: int) -> str | None:
         """Have one shard computed until its result can be used; else why that cannot be."""
         plan, bound = self._plan, self._setup.divergence.recomputes
-        layout, avoid = self._collector.layout.digest, self._collector.quarantined
+        roster = self._collector.roster
         order = ShardOrder(
             self._version,
             plan.step,
             shard,
             plan.shards[shard],
+            plan.lengths[shard],
             self._parameters,
-            layout,
+            self._collector.layout.digest,
             self._setup.agreement,
-            avoid,
+            self._setup.fingerprint,
+            roster.quarantined,
+            *roster.seat_of(shard),
         )
         offenders: list[str] = []
         while True:
@@ -233,7 +214,7 @@ class _Gathering:
             if answer.reason is None:
                 for offender in filter(None, offenders):
                     if offender != answer.worker:
-                        self._collector.note_offence(offender)
+                        roster.note_offence(offender)
                 return None
             offenders.append(answer.worker)
             if answer.failure is not None and len(offenders) > bound:
@@ -244,19 +225,22 @@ class _Gathering:
             self._refuse(order, answer.worker, answer.reason)
             if len(offenders) > bound:
                 return f"shard {shard} was refused {len(offenders)} times: {answer.reason}"
-            others = {*self._collector.quarantined, *filter(None, offenders)}
+            others = {*roster.quarantined, *filter(None, offenders)}
             order = dataclasses.replace(order, avoid=tuple(sorted(others)))
+            if order.holder in others:
+                order = self._begin_anew(order, f"worker {order.holder} is avoided")
 
     async def _ask(self, order: ShardOrder) -> _Answer:
         """Submit an order until a worker takes it up, and put its result into the round if it can be used."""
         declines = republications = 0
+        roster = self._collector.roster
         while True:
             handle = await when_there_is_room(
                 functools.partial(self._submit, order, declines), f"run {self._setup.name}"
             )
             self._handles.append((order.shard, handle))
             try:
-                result = await handle.result()
+                result = await self._result(handle, order)
             except TaskFailed as error:
                 return _Answer("", str(error), error)
             except (ResultUnavailable, TaskCancelled) as error:
@@ -264,13 +248,41 @@ class _Gathering:
             self._ended.add(handle.id)
             if result.status == "declined":
                 declines += 1
-                if not await self._collector.has_others(order.avoid):
-                    order, declines = dataclasses.replace(order, avoid=()), 0
+                if not await roster.has_others(order.avoid):
+                    order, declines = dataclasses.replace(order, avoid=roster.unlike), 0
+            elif result.status == "unlike":
+                declines += 1
+                roster.note_unlike(result.worker, result.reason)
+                order = dataclasses.replace(order, avoid=tuple({*order.avoid, *roster.unlike}))
+            elif result.status == "forgot":
+                order = self._begin_anew(order, f"worker {order.holder} is gone")
             elif result.status == "gone" and republications < MAX_REPUBLICATIONS:
                 republications += 1
                 order = dataclasses.replace(order, parameters=await self._collector.republish())
             else:
                 return _Answer(result.worker, await self._take(order.shard, handle, result))
+
+    async def _result(self, handle: Handle[ShardResult], order: ShardOrder) -> ShardResult:
+        """The result of an order; one that goes to a worker that is not there any more is taken back."""
+        if not order.holder:
+            return await handle.result()
+        look_every = min(PATIENCE, self._collector.client.settings.liveness_ttl) / 4
+        waiting = asyncio.create_task(handle.result(), name="taskmesh result")
+        try:
+            while True:
+                await asyncio.wait([waiting], timeout=look_every)
+                if waiting.done():
+                    return waiting.result()
+                if order.holder not in await self._collector.roster.live_workers():
+                    await handle.cancel()
+                    return ShardResult("forgot", order.holder)
+        finally:
+            waiting.cancel()
+
+    def _begin_anew(self, order: ShardOrder, reason: str) -> ShardOrder:
+        """Without what the shard's compression remembered."""
+        self._collector.roster.clear_seat(order.shard, order.step, reason)
+        return dataclasses.replace(order, holder="", memory="")
 
     async def _submit(self, order: ShardOrder, declines: int) -> Handle[ShardResult]:
         if not declines:
@@ -294,6 +306,8 @@ class _Gathering:
         fault = await self._receipts.take(shard, result)
         if fault is None:
             self._shares.append(Share(shard, result.worker, handle.id, len(self._plan.shards[shard])))
+            if result.remembers:
+                self._seats[shard] = Seat(result.worker, result.attempt)
             self._uplink_bytes += sum(result.sizes)
         return fault
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -54,7 +54,7 @@ class LedgerEntry(msgspec.Struct, frozen=True):
     """What formed a version: the run's ledger has one for each commit, rollbacks included.
 
     Attributes:
-        batch: the number of the batch; -1 for a rollback.
+        batch: the number of the batch, or of the first of several; -1 for a rollback.
         parent: the version that it was formed from; of a rollback, the one restored.
         shares: shard, worker, task and samples of each contribution.
     """
@@ -252,16 +252,16 @@ class Committer:
         return target, {name: await self._store.load(part) for name, part in target.parts.items()}
 
     async def roll_back(
-        self, target: Manifest, parts: Mapping[str, memoryview], skip: int | None, samples: int
+        self, target: Manifest, parts: Mapping[str, memoryview], skip: Sequence[int], samples: int
     ) -> Progress:
         """Make a checkpoint current again, as a new version that shares its chunks.
 
         Args:
-            skip: a batch to leave out from now on.
+            skip: batches to leave out from now on.
         """
         await self._saver.wait()
         progress = await self._restore(target, parts, samples)
-        skipped = {*self._skipped(target), *(() if skip is None else (skip,))}
+        skipped = {*self._skipped(target), *skip}
         progress = replace(progress, skipped=tuple(sorted(skipped)))
         manifest = replace(
             target,
@@ -330,6 +330,7 @@ class Committer:
             "batch_size": self._setup.batch_size,
             "shards": self._setup.shards,
             "compression": self._setup.compression.name,
+            "mode": self._setup.mode_name,
             "losses": asdict(progress.losses),
         }
 
@@ -341,7 +342,7 @@ class Committer:
             )
         state = await asyncio.to_thread(read_state, parts)
         wanted = self._run_state(Progress(), samples)
-        for name in ("seed", "samples", "batch_size", "shards", "compression"):
+        for name in ("seed", "samples", "batch_size", "shards", "compression", "mode"):
             if state.get(name, wanted[name]) != wanted[name]:  # an older release did not note them all
                 raise TrainingError(
                     f"run {self._setup.name!r} was begun with {name} {state.get(name)}, not {wanted[name]}: "

@@ -97,19 +97,27 @@ class Master:
         started = time.monotonic()
         plan = self._plan()
         gathered = await self._publish_and_collect(plan)
-        reason = self._decide(gathered)
-        if reason is None:
-            update = gathered.round.update()
-            reason = await compute(self._learner.apply, update, plan.step)
+        try:
+            reason = self._decide(gathered)
             if reason is None:
-                return await self._commit(plan, gathered, update, started)
+                update = gathered.round.update()
+                reason = await compute(self._learner.apply, update, plan.step)
+                if reason is None:
+                    return await self._commit(plan, gathered, update, started)
+        finally:
+            gathered.round.release()
         await self._return_from(plan, reason)
         return None
 
     def _plan(self) -> Plan:
         progress = self.progress
         return make_plan(
-            self._sampler, progress.step + 1, progress.drawn, progress.skipped, self._setup.shards
+            self._sampler,
+            progress.step + 1,
+            progress.drawn,
+            progress.skipped,
+            self._setup.shards,
+            self._setup.batches,
         )
 
     async def _publish_and_collect(self, plan: Plan) -> Gathered:
@@ -125,7 +133,7 @@ class Master:
 
     async def _commit(self, plan: Plan, gathered: Gathered, update: Update, started: float) -> Committed:
         losses = self.progress.losses.add(update.loss, self._setup.divergence.window)
-        progress = replace(self.progress, step=plan.step, drawn=plan.batch + 1, losses=losses)
+        progress = replace(self.progress, step=plan.step, drawn=plan.drawn, losses=losses)
         version, parent = self._committer.version + 1, self._committer.version
         await self._committer.commit(
             progress,
@@ -136,6 +144,7 @@ class Master:
             ),
         )
         self.progress = progress
+        self._collector.roster.take_seats(gathered.seats)
         dense_bytes = 4 * self._learner.flat.layout.float_count * len(plan.shards)
         seconds = time.monotonic() - started
         event = Committed(
@@ -168,7 +177,8 @@ class Master:
             sum(map(len, plan.shards)),
         )
         samples = self._sampler.samples
-        self.progress = await self._committer.roll_back(target, parts, plan.batch, samples)
+        self.progress = await self._committer.roll_back(target, parts, plan.batches, samples)
+        self._collector.roster.clear_seats(target.step, f"the run went back to step {target.step}")
         self._tell_of_rollback(target, f"{reason}; batch {plan.batch} is left out")
 
     def request_rollback(self, version: int) -> asyncio.Future[int]:
@@ -207,7 +217,8 @@ class Master:
             CheckpointError: it is not kept (any more), or damaged.
         """
         target, parts = await self._committer.load_kept(version)
-        self.progress = await self._committer.roll_back(target, parts, None, self._sampler.samples)
+        self.progress = await self._committer.roll_back(target, parts, (), self._sampler.samples)
+        self._collector.roster.clear_seats(target.step, f"the run went back to step {target.step}")
         self._tell_of_rollback(target, "asked for")
         return self._committer.version
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,13 +15,25 @@ class Plan:
 
     Attributes:
         step: the number of the update, from 1.
-        batch: the number of the batch that it is made from, from 0.
-        shards: sample indices of each logical shard; none is empty.
+        batches: the numbers of the batches that it is made from, from 0; several where shards take steps of their own.
+        shards: sample indices of each logical shard, batch after batch; none is empty.
+        lengths: how many of them are of each batch, by shard.
     """
 
     step: int
-    batch: int
+    batches: tuple[int, ...]
     shards: tuple[tuple[int, ...], ...]
+    lengths: tuple[tuple[int, ...], ...]
+
+    @property
+    def batch(self) -> int:
+        """The first of the batches."""
+        return self.batches[0]
+
+    @property
+    def drawn(self) -> int:
+        """How many batches are drawn with it, skipped ones included."""
+        return self.batches[-1] + 1
 
     @property
     def samples(self) -> int:
@@ -48,7 +61,22 @@ def next_batch(drawn: int, skipped: Sequence[int]) -> int:
     return drawn
 
 
-def make_plan(sampler: Sampler, step: int, drawn: int, skipped: Sequence[int], shards: int) -> Plan:
-    """The plan of update ``step``, after so many drawn batches."""
-    batch = next_batch(drawn, skipped)
-    return Plan(step, batch, split(sampler.batch(batch), shards))
+def make_plan(
+    sampler: Sampler, step: int, drawn: int, skipped: Sequence[int], shards: int, batches: int = 1
+) -> Plan:
+    """The plan of update ``step``, after so many drawn batches, of so many more."""
+    numbers: list[int] = []
+    for _ in range(batches):
+        drawn = next_batch(drawn, skipped)
+        numbers.append(drawn)
+        drawn += 1
+    cut = [split(sampler.batch(number), shards) for number in numbers]
+    # A short batch, at the end of a data epoch, may have fewer samples than there are shards.
+    width = max(map(len, cut))
+    parts = [[pieces[shard] for pieces in cut if shard < len(pieces)] for shard in range(width)]
+    return Plan(
+        step,
+        tuple(numbers),
+        tuple(tuple(itertools.chain.from_iterable(part)) for part in parts),
+        tuple(tuple(map(len, part)) for part in parts),
+    )

@@ -5,17 +5,20 @@ The loss is summed over the shard's samples and travels with their count; the gr
 
 from __future__ import annotations
 
+import gc
+import itertools
+import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from taskmesh.checkpoints.manifest import Part, checksum_of
+from taskmesh.checkpoints.manifest import Part
 from taskmesh.errors import TrainingError
 from taskmesh.tensors import FlatModel, drawing
 from taskmesh.training.backward import Backward
@@ -23,13 +26,17 @@ from taskmesh.training.buckets import Bucket, cut
 from taskmesh.training.compression.base import Compression
 from taskmesh.training.compute import use_threads
 from taskmesh.training.data import Dataset
+from taskmesh.training.execution import Execution, is_out_of_memory, to_device
+from taskmesh.training.local import Inner, Local
+from taskmesh.training.memory import State
 from taskmesh.training.orders import ShardOrder
+from taskmesh.training.payload import Payload, Take, pack_buffers
 from taskmesh.training.seeds import derive
 
+log = logging.getLogger("taskmesh.training")
 # The unreduced losses, one a sample or token; or their sum (with its graph) and their count.
 Loss = Tensor | tuple[Tensor, int]
 LossFunction = Callable[[nn.Module, Any], Loss]
-Take = Callable[[int, memoryview], None]
 
 
 class Recipe(NamedTuple):
@@ -39,6 +46,10 @@ class Recipe(NamedTuple):
         build: makes the model.
         threads: torch's intra-op threads while a shard is computed.
         agreement: what it has alike, in words.
+        fingerprint: what its bits depend on beside that.
+        execution: how shards are computed.
+        may_split: a worker that runs out of memory may compute a shard in smaller parts.
+        local: what a shard steps with, where it takes steps of its own.
     """
 
     run: str
@@ -49,6 +60,10 @@ class Recipe(NamedTuple):
     seed: int
     threads: int
     agreement: str
+    fingerprint: str
+    execution: Execution
+    may_split: bool
+    local: Local | None
 
 
 class Computed(NamedTuple):
@@ -58,6 +73,7 @@ class Computed(NamedTuple):
         reason: why its gradient cannot be used; None when it can.
         pieces: the gradient, compressed, bucket by bucket, and the buffers, where there are any.
         digests: of the pieces.
+        memory: what the compression remembers of it, where it remembers anything.
     """
 
     reason: str | None
@@ -65,6 +81,7 @@ class Computed(NamedTuple):
     samples: int = 0
     pieces: tuple[memoryview, ...] = ()
     digests: tuple[bytes, ...] = ()
+    memory: State = ()
 
 
 class Gradients:
@@ -91,23 +108,33 @@ class Replica:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
+        self._device = torch.device("cpu")
         self._flat: FlatModel | None = None
+        self._callable: nn.Module | None = None
         self._loaded: tuple[Part, memoryview] | None = None
         self._buckets: tuple[Bucket, ...] = ()
         self._backward: Backward | None = None
+        self._micro_batch = recipe.execution.micro_batch
 
     def compute(
-        self, order: ShardOrder, parameters: memoryview, memory: list[Tensor], take: Take
+        self,
+        order: ShardOrder,
+        parameters: memoryview,
+        memory: list[Tensor],
+        state: State | None,
+        take: Take,
     ) -> Computed:
         """Compute one shard.
 
         Args:
             memory: where its gradient is to lie; filled when it is empty.
-            take: is given each piece of the payload as soon as it is there, by its place; a piece may come again,
-                changed. What it is given lies in ``memory``, or is its own.
+            state: what its compression goes on from; None for nothing.
+            take: is given each piece of the payload as soon as it is there. What it is given lies in ``memory``, or is
+                its own.
 
         Raises:
-            TrainingError: this process has another model, or a loss function that does not do what it must.
+            TrainingError: this process has another model, or a loss function that does not do what it must; or memory
+                ran out, and the run's bits forbid to compute it in smaller parts.
         """
         recipe = self._recipe
         if order.agreement != recipe.agreement:
@@ -120,24 +147,125 @@ class Replica:
         if not memory:
             memory.append(torch.empty(flat.layout.parameter_count))
         flat.use_gradient(memory[0])
-        payload = _Payload(self._recipe, self._buckets, memory[0], order, take)
         flat.model.train()
-        flat.zero_gradient()
-        assert self._backward is not None
-        with drawing(derive(recipe.run, recipe.seed, "shard", order.step, order.shard, bits=64)):
-            losses = recipe.loss(flat.model, recipe.data.fetch(order.indices))
-            loss, count = sum_and_count(losses)
-            self._backward.begin(payload.add)
-            loss.backward()  # type: ignore[no-untyped-call]
-        self._backward.finish()
-        loss_sum = float(loss.detach())
+        seed = (recipe.run, recipe.seed, "rounding", order.step, order.shard)
+        payload = Payload(recipe.compression, self._buckets, memory[0], seed, state, take)
+        if recipe.local is None:
+            loss_sum, count = self._differentiate(flat, order, payload)
+        else:
+            loss_sum, count = self._step(flat, order, parameters, payload, recipe.local)
         if not math.isfinite(loss_sum):
             return Computed(f"the loss is {loss_sum}")
         if not payload.is_finite:
             return Computed("the gradient is not finite")
-        if buffers := _buffers(flat):
+        if buffers := pack_buffers(flat):
             payload.add_piece(len(self._buckets), memoryview(buffers))
-        return Computed(None, loss_sum, count, payload.pieces, payload.digests)
+        return Computed(None, loss_sum, count, payload.pieces, payload.digests, payload.memory)
+
+    def _chance(self, order: ShardOrder) -> AbstractContextManager[None]:
+        recipe = self._recipe
+        return drawing(derive(recipe.run, recipe.seed, "shard", order.step, order.shard, bits=64))
+
+    def _loss(self, indices: Sequence[int]) -> tuple[Tensor, int]:
+        """The sum of some samples' losses, and how many there are."""
+        recipe = self._recipe
+        assert self._callable is not None
+        batch = to_device(recipe.data.fetch(indices), self._device)
+        with recipe.execution.autocast(self._device):
+            return sum_and_count(recipe.loss(self._callable, batch))
+
+    def _differentiate(self, flat: FlatModel, order: ShardOrder, payload: Payload) -> tuple[float, int]:
+        """The gradient of the losses' sum; the sum and how many there are."""
+        scales = list(self._recipe.execution.scales)
+        while True:
+            micro_batches = [
+                part for indices in order.batches() for part in split_evenly(indices, self._micro_batch)
+            ]
+            payload.is_finite = True
+            try:
+                total, count = self._pass(flat, order, micro_batches, scales[0], payload)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._make_smaller(max(map(len, micro_batches)), error)
+                flat.spread_buffers()
+                continue
+            if payload.is_finite or len(scales) == 1:
+                return total, count
+            del scales[0]
+            flat.spread_buffers()
+
+    def _pass(
+        self,
+        flat: FlatModel,
+        order: ShardOrder,
+        micro_batches: Sequence[Sequence[int]],
+        scale: float,
+        payload: Payload,
+    ) -> tuple[float, int]:
+        assert self._backward is not None
+        flat.zero_gradient()
+        total, count = 0.0, 0
+        with self._chance(order):
+            for place, indices in enumerate(micro_batches):
+                loss, samples = self._loss(indices)
+                if scale == 1 and place == len(micro_batches) - 1:
+                    self._backward.begin(payload.add)
+                (loss * scale if scale != 1 else loss).backward()  # type: ignore[no-untyped-call]
+                total, count = total + float(loss.detach()), count + samples
+        if scale == 1:
+            self._backward.finish()
+        else:
+            flat.collect_gradient().mul_(1 / scale)
+            for bucket in range(len(self._buckets)):
+                payload.add(bucket)
+        return total, count
+
+    def _make_smaller(self, largest: int, error: Exception) -> None:
+        """Memory has run out: from now on, half as many samples at once.
+
+        Raises:
+            TrainingError: the bits depend on it, or there is nothing to halve.
+        """
+        run, reason = self._recipe.run, str(error).splitlines()[0]
+        if not self._recipe.may_split:
+            raise TrainingError(
+                f"run {run!r}: out of memory with {largest} samples at once: {reason}. Give the Trainer "
+                f"Execution(micro_batch={max(1, largest // 2)}), or deterministic=False to let each worker find its own"
+            ) from None
+        if largest == 1:
+            raise TrainingError(f"run {run!r}: out of memory with a single sample: {reason}") from None
+        self._micro_batch = -(-largest // 2)
+        log.warning(
+            "run %s: out of memory; from now on %d samples at once: %s", run, self._micro_batch, reason
+        )
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _step(
+        self, flat: FlatModel, order: ShardOrder, parameters: memoryview, payload: Payload, local: Local
+    ) -> tuple[float, int]:
+        """Steps of the shard's own. In the gradient's place: how far they led away, times the samples."""
+        flat.load(parameters)  # the steps change them, and they are others' too
+        self._loaded = None
+        batches = order.batches()
+        inner = Inner(local, flat.model, (order.step - 1) * len(batches))
+        total, count = 0.0, 0
+        with self._chance(order):
+            for indices in batches:
+                loss, samples = self._loss(indices)
+                if samples:
+                    inner.step(loss / samples)
+                total, count = total + float(loss.detach()), count + samples
+        flat.collect_parameters()
+        trained = flat.layout.parameter_count
+        begun = np.frombuffer(parameters, np.float32, trained)
+        np.subtract(begun, flat.values[:trained].numpy(), out=payload.gradient)
+        payload.gradient *= np.float32(count)
+        for bucket in range(len(self._buckets)):
+            payload.add(bucket)
+        return total, count
 
     def infer(self, part: Part, layout: str, rows: Tensor, parameters: memoryview) -> Tensor:
         """The model's outputs for a batch of inputs, in evaluation mode."""
@@ -145,18 +273,22 @@ class Replica:
         model = self._load(part, layout, parameters).model
         model.eval()
         # Not inference_mode: what the model caches in it could not be used in a training step later.
-        with torch.no_grad():
-            outputs = model(rows)
+        with torch.no_grad(), self._recipe.execution.autocast(self._device):
+            outputs = model(rows.to(self._device))
         if not isinstance(outputs, Tensor):
             raise TrainingError(
                 f"run {self._recipe.run!r}: the model returns a {type(outputs).__name__}, no tensor"
             )
-        return outputs.clone()
+        return outputs.cpu().clone()
 
     def _model(self) -> FlatModel:
         if self._flat is None:
             with drawing(derive(self._recipe.seed, "model", bits=64)):
-                self._flat = FlatModel(self._recipe.build())
+                model = self._recipe.build()
+            execution = self._recipe.execution
+            self._device = execution.resolve_device()
+            self._flat = FlatModel(execution.prepare(model, self._device))
+            self._callable = execution.callable(self._flat.model)
             self._buckets = cut(self._flat.layout, whole=self._recipe.compression.takes_whole_parameters)
             self._backward = Backward(self._flat, self._buckets)
         return self._flat
@@ -178,42 +310,13 @@ class Replica:
         return flat
 
 
-class _Payload:
-    """One shard's gradient, compressed bucket by bucket as backward finishes them."""
-
-    def __init__(
-        self, recipe: Recipe, buckets: tuple[Bucket, ...], gradient: Tensor, order: ShardOrder, take: Take
-    ) -> None:
-        self._recipe = recipe
-        self._buckets = buckets
-        self._gradient = gradient.numpy()
-        self._order = order
-        self._take = take
-        self._pieces: dict[int, memoryview] = {}
-        self._digests: dict[int, bytes] = {}
-        self.is_finite = True
-
-    @property
-    def pieces(self) -> tuple[memoryview, ...]:
-        return tuple(self._pieces[place] for place in sorted(self._pieces))
-
-    @property
-    def digests(self) -> tuple[bytes, ...]:
-        return tuple(self._digests[place] for place in sorted(self._digests))
-
-    def add(self, place: int) -> None:
-        """A bucket is complete."""
-        recipe, order, bucket = self._recipe, self._order, self._buckets[place]
-        values = self._gradient[bucket.start : bucket.stop]
-        self.is_finite = self.is_finite and bool(np.isfinite(values).all())
-        if self.is_finite:
-            key = derive(recipe.run, recipe.seed, "rounding", order.step, order.shard, place)
-            self.add_piece(place, memoryview(recipe.compression.compress(values, key, bucket)).cast("B"))
-
-    def add_piece(self, place: int, piece: memoryview) -> None:
-        self._pieces[place] = piece
-        self._digests[place] = checksum_of(piece)
-        self._take(place, piece)
+def split_evenly(indices: Sequence[int], most: int | None) -> list[Sequence[int]]:
+    """Cut indices into as few parts of at most so many as there can be, of nearly equal length."""
+    if most is None or len(indices) <= most:
+        return [indices]
+    parts = -(-len(indices) // most)
+    ends = [len(indices) * part // parts for part in range(parts + 1)]
+    return [indices[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def sum_and_count(losses: Loss) -> tuple[Tensor, int]:
@@ -230,20 +333,3 @@ def sum_and_count(losses: Loss) -> tuple[Tensor, int]:
             "(reduction='none'), or (sum, count)"
         )
     return losses.sum(), losses.numel()
-
-
-def _buffers(flat: FlatModel) -> bytes:
-    """What the forward pass made of the buffers; the flat buffer keeps those of the version.
-
-    Of float buffers the change: what did not change (a constant, a mask of infinities) then stays as it is, where
-    a mean of equal values would be rounded a little further with every step.
-    """
-    if not flat.layout.floats and not flat.layout.integers:
-        return b""
-    floats, integers = flat.floats.clone(), flat.integers.clone()
-    flat.collect_buffers()
-    changes = torch.where(flat.floats == floats, 0.0, flat.floats - floats)
-    data: bytes = changes.numpy().tobytes() + flat.integers.numpy().tobytes()
-    flat.floats.copy_(floats)
-    flat.integers.copy_(integers)
-    return data

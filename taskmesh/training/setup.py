@@ -8,6 +8,7 @@ from taskmesh.checkpoints.retention import Every
 from taskmesh.errors import ConfigurationError
 from taskmesh.keys import RunKeys
 from taskmesh.training.compression.base import Compression
+from taskmesh.training.modes import LocalSteps, Mode
 from taskmesh.training.rollback import OnDivergence
 
 
@@ -20,6 +21,8 @@ class RunSetup:
         batch_size: samples of each step.
         samples: length of the data.
         lease_ttl: seconds after which a master that is not heard of may be replaced.
+        fingerprint: what this process's bits depend on; "" where the run may have any.
+        execution: how shards are computed, in words.
     """
 
     keys: RunKeys
@@ -31,6 +34,9 @@ class RunSetup:
     divergence: OnDivergence
     samples: int
     lease_ttl: float
+    mode: Mode
+    fingerprint: str
+    execution: str
 
     def __post_init__(self) -> None:
         if self.shards < 1:
@@ -39,7 +45,24 @@ class RunSetup:
     @property
     def agreement(self) -> str:
         """What master and workers must have alike beside the model's layout, for the same bits, in words."""
-        return f"seed {self.seed}, {self.samples} samples, compression {self.compression.name}"
+        parts = (
+            f"seed {self.seed}",
+            f"{self.samples} samples",
+            f"compression {self.compression.name}",
+            self.mode_name,
+            self.execution,
+        )
+        return ", ".join(parts)
+
+    @property
+    def mode_name(self) -> str:
+        """What workers must know of the mode."""
+        return f"{self.mode.steps} local steps" if isinstance(self.mode, LocalSteps) else "one step"
+
+    @property
+    def batches(self) -> int:
+        """Batches of each step."""
+        return self.mode.steps if isinstance(self.mode, LocalSteps) else 1
 
     @property
     def name(self) -> str:

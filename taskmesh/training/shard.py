@@ -22,6 +22,7 @@ from taskmesh.tasks import Context
 from taskmesh.training import notes
 from taskmesh.training.compute import compute
 from taskmesh.training.host import HostMemory
+from taskmesh.training.memory import Memories, State
 from taskmesh.training.notes import Note
 from taskmesh.training.orders import ShardOrder, ShardResult
 from taskmesh.training.parameters import Versions
@@ -43,6 +44,7 @@ class Shards:
         self._recipe = recipe
         self._replica = Replica(recipe)
         self._gradients = Gradients()
+        self._memories = Memories()
         self._versions = Versions(self._load, HostMemory(f"{mesh.settings.url} {keys.tag!r}"))
 
     async def gradient(self, order: ShardOrder, context: Context) -> ShardResult:
@@ -53,15 +55,24 @@ class Shards:
         """
         if context.worker in order.avoid:
             return ShardResult("declined", context.worker)
+        if order.fingerprint not in ("", self._recipe.fingerprint):
+            return ShardResult("unlike", context.worker, self._recipe.fingerprint)
+        if order.holder not in ("", context.worker):
+            context.pass_to(order.holder)
+        state = self._memories.get(order.shard, order.memory) if order.memory else None
+        if order.memory and state is None:
+            return ShardResult("forgot", context.worker)
         attempt = f"{context.task_id}.{context.deliveries}"
         with self._gradients.lend() as memory:
             try:
                 async with self._versions.use(order.parameters) as parameters:
-                    found = await self._compute_and_send(order, parameters, memory, attempt)
+                    found = await self._compute_and_send(order, parameters, memory, state, attempt)
             except CheckpointError as error:
                 return ShardResult("gone", context.worker, str(error))
             if found.reason is not None:
                 return ShardResult("refused", context.worker, found.reason)
+            if found.memory:
+                self._memories.keep(order.shard, order.memory, attempt, found.memory)
             is_small = sum(piece.nbytes for piece in found.pieces) <= INLINE_BYTES
             return ShardResult(
                 "computed",
@@ -71,8 +82,9 @@ class Shards:
                 found.samples,
                 tuple(piece.nbytes for piece in found.pieces),
                 b"".join(found.pieces) if is_small else b"",
-                "" if is_small else attempt,
+                attempt,
                 () if is_small else found.digests,
+                bool(found.memory),
             )
 
     async def infer(self, parameters: Part, layout: str, rows: Tensor) -> Tensor:
@@ -85,7 +97,12 @@ class Shards:
             return await compute(self._replica.infer, parameters, layout, rows, values)
 
     async def _compute_and_send(
-        self, order: ShardOrder, parameters: memoryview, memory: list[Tensor], attempt: str
+        self,
+        order: ShardOrder,
+        parameters: memoryview,
+        memory: list[Tensor],
+        state: State | None,
+        attempt: str,
     ) -> Computed:
         bulk = self._mesh.client.bulk
 
@@ -93,7 +110,7 @@ class Shards:
             return self._keys.gradient(order.version, order.shard, attempt, place)
 
         if len(parameters) < LARGE_BYTES:
-            found = await compute(self._replica.compute, order, parameters, memory, _leave)
+            found = await compute(self._replica.compute, order, parameters, memory, state, _leave)
             if sum(piece.nbytes for piece in found.pieces) > INLINE_BYTES:
                 await self._send(found, key_of)
             return found
@@ -105,7 +122,7 @@ class Shards:
         upload = Upload(bulk, key_of, GRADIENT_TTL_MS, tell)
         sending = asyncio.create_task(upload.run(), name="taskmesh gradient")
         try:
-            found = await compute(self._replica.compute, order, parameters, memory, upload.add)
+            found = await compute(self._replica.compute, order, parameters, memory, state, upload.add)
         finally:
             upload.end()
             await asyncio.wait([sending])

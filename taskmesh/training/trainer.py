@@ -26,8 +26,12 @@ from taskmesh.training.commit import Committer, LedgerEntry, decode_entry
 from taskmesh.training.compression import Compression, Int8
 from taskmesh.training.compute import compute
 from taskmesh.training.data import Dataset, Sampler
+from taskmesh.training.execution import Execution
+from taskmesh.training.fingerprint import fingerprint
 from taskmesh.training.learner import Learner, OptimizerMaker, ScheduleMaker
+from taskmesh.training.local import Local, outer_optimizer
 from taskmesh.training.master import Finished, Master
+from taskmesh.training.modes import LocalSteps, Mode, Synchronous
 from taskmesh.training.replica import LossFunction, Recipe
 from taskmesh.training.rollback import OnDivergence
 from taskmesh.training.setup import RunSetup
@@ -68,6 +72,10 @@ class Trainer:
         rollback: what counts as divergence, and what follows.
         seed: of the model's first parameters, the data's order, dropout and rounding.
         threads: torch's intra-op threads for a shard; 1 gives the same bits whatever the machine's cores.
+        mode: how the workers' contributions become steps; by default each step is made of all its shards.
+        deterministic: workers whose torch build, processor or settings would give other bits than the master's get no
+            shards. False lets them differ.
+        execution: precision, micro-batches, device and the like.
 
     Raises:
         ConfigurationError: something of it cannot work, or the name is taken.
@@ -90,12 +98,20 @@ class Trainer:
         rollback: OnDivergence | None = None,
         seed: int = 0,
         threads: int = 1,
+        mode: Mode = Synchronous(),  # noqa: B008 (it is frozen)
+        deterministic: bool = True,
+        execution: Execution = Execution(),  # noqa: B008 (it is frozen)
     ) -> None:
         self.mesh = mesh
         self.name = check_name("run", name)
         self.model = model
         if threads < 1:
             raise ConfigurationError(f"threads is {threads}; it must be at least 1")
+        if deterministic and (execution.compile or execution.device != "cpu"):
+            what = "torch.compile" if execution.compile else f"device {execution.device!r}"
+            raise ConfigurationError(
+                f"{what} may change the bits from one worker to the next: give deterministic=False"
+            )
         self._setup = RunSetup(
             RunKeys(mesh.name, name),
             seed,
@@ -106,13 +122,30 @@ class Trainer:
             rollback or OnDivergence(),
             len(data),
             mesh.settings.liveness_ttl,
+            mode,
+            fingerprint(threads) if deterministic else "",
+            execution.name,
         )
         self._sampler = Sampler(len(data), batch_size, seed)
-        self._optimizer = optimizer
-        self._schedule = schedule
         self._threads = threads
+        local = None
+        self._optimizer, self._schedule = optimizer, schedule
+        if isinstance(mode, LocalSteps):
+            local = Local(optimizer, schedule)
+            self._optimizer, self._schedule = outer_optimizer(mode), None
         recipe = Recipe(
-            name, model, loss, data, self._setup.compression, seed, threads, self._setup.agreement
+            name,
+            model,
+            loss,
+            data,
+            self._setup.compression,
+            seed,
+            threads,
+            self._setup.agreement,
+            fingerprint(threads),
+            execution,
+            not deterministic,
+            local,
         )
         shards_here = Shards(mesh, self._setup.keys, recipe)
         options = TaskOptions(queue=name, result_ttl=RESULT_TTL)

@@ -42,7 +42,7 @@ class Source:
     """One partition that the worker serves, and what it holds of it.
 
     Attributes:
-        held: by lane, entry id -> delivery (None while it is being refused) of everything not settled yet.
+        held: by lane, entry id -> delivery (only its order while it is being refused) of everything not settled yet.
         cancelled: ids of messages that someone wants cancelled, the newest last; most of them never come here.
         last_control: how far the control stream was read.
         worker: this worker's name here. A worker that was struck off takes a new one.
@@ -59,7 +59,7 @@ class Source:
         self.partition = partition
         self.keys = partition.keys
         self.queue = partition.keys.queue
-        self.held: tuple[dict[bytes, Delivery | None], ...] = tuple({} for _ in Priority)
+        self.held: tuple[dict[bytes, Delivery | int], ...] = tuple({} for _ in Priority)
         self.cancelled: dict[str, None] = {}
         self.last_control: bytes = b"0-0"
 
@@ -75,5 +75,5 @@ class Source:
             delivery
             for lane in self.held
             for delivery in lane.values()
-            if delivery is not None and delivery.message.id in message_ids
+            if isinstance(delivery, Delivery) and delivery.message.id in message_ids
         ]

@@ -27,6 +27,7 @@ from taskmesh.keys import is_name, reply_producer
 from taskmesh.messages import Entry, Failure, Outcome, Status
 from taskmesh.settings import KIB, MeshSettings
 from taskmesh.signing import Untrusted
+from taskmesh.tasks import PassOn
 from taskmesh.worker.deliveries import Delivery, Source
 from taskmesh.worker.outcome import failure_of, judge
 from taskmesh.worker.redact import redactor_of
@@ -36,6 +37,7 @@ from taskmesh.worker.versions import misfit_pause, own_version, wire_ability
 log = logging.getLogger("taskmesh.worker")
 _SUCCEEDED = Status.SUCCEEDED.value
 KEPT_OF_TOO_LARGE = 64 * KIB
+PASS_PAUSE_MS = 50
 
 
 class Endings:
@@ -122,6 +124,9 @@ class Endings:
     ) -> None:
         """The handler raised, or could not be called; ``final`` rules out another try."""
         task, message = delivery.task, delivery.message
+        if isinstance(error, PassOn) and not final:
+            self._passed_on(delivery, error.worker, seconds)
+            return
         verdict = judge(error, message.attempt, task.options.retry, self._draw())
         if verdict.delay is not None and not final:
             self._retried(delivery, verdict.delay, seconds)
@@ -150,6 +155,12 @@ class Endings:
         arguments = (data if signer is None else signer.sign(data), int(delay * 1000))
         ending = Ending(delivery.task.name, Status.RETRIED.value, seconds)
         self._settle(delivery, "R", arguments, ending, keep_blobs=True)
+
+    def _passed_on(self, delivery: Delivery, worker: str, seconds: float) -> None:
+        signer = delivery.source.partition.signer
+        data = delivery.data if signer is None else signer.sign(delivery.data)
+        ending = Ending(delivery.task.name, Status.PASSED_ON.value, seconds)
+        self._settle(delivery, "P", (worker, data, PASS_PAUSE_MS), ending, keep_blobs=True)
 
     def _failed(self, delivery: Delivery, failure: Failure, reason: str, seconds: float) -> None:
         name, message = delivery.task.name, delivery.message

@@ -68,7 +68,7 @@ class Intake:
         for entry in entries:
             order += 1
             held = source.held[entry.lane]
-            held[entry.id] = None
+            held[entry.id] = order
             data = entry.message or b""
             try:
                 if len(data) > limit:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from taskmesh.broker.scripts import FETCH, SETTLE
 from taskmesh.broker.streams import CONTROL_LENGTH, Partition
@@ -105,7 +106,9 @@ class Worker:
             await self._membership.enter(source)
             await source.partition.caller.load(source.keys.tag, [FETCH, SETTLE])
             upkeep = Upkeep(source, self, self._room, self._mesh_settings.liveness_ttl, self._observers)
-            settler = Settler(source, self._observers, self._pace, upkeep.poke_promoter)
+            settler = Settler(
+                source, self._observers, self._pace, upkeep.poke_promoter, partial(self.adopt, source)
+            )
             self._upkeeps[source] = upkeep
             self._settlers[source] = settler
             self._endings.serve(source, settler)

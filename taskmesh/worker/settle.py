@@ -20,7 +20,7 @@ from taskmesh.broker.streams import MAX_SETTLE, Settlement
 from taskmesh.errors import BrokerError, BrokerUnavailable
 from taskmesh.events import Ending, Observers, Settled
 from taskmesh.messages import Priority
-from taskmesh.worker.deliveries import Source
+from taskmesh.worker.deliveries import Delivery, Source
 from taskmesh.worker.pace import Pace
 
 log = logging.getLogger("taskmesh.worker")
@@ -29,18 +29,29 @@ _by_order = attrgetter("order")
 
 
 class _Call:
-    """One settle call of a round."""
+    """One settle call of a round.
 
-    __slots__ = ("batch", "command", "lane")
+    Attributes:
+        is_late: it was sent more than once: much may have happened between its doing and its answer.
+    """
+
+    __slots__ = ("batch", "command", "is_late", "lane")
 
     def __init__(self, lane: Priority, batch: list[Settlement], command: tuple[Argument, ...]) -> None:
         self.lane = lane
         self.batch = batch
         self.command = command
+        self.is_late = False
 
 
 class Settler:
-    """Settles for one partition. ``add`` never waits; ``drained`` waits for the server's word on all of it."""
+    """Settles for one partition. ``add`` never waits; ``drained`` waits for the server's word on all of it.
+
+    Args:
+        on_delayed: called when messages went to the delayed set.
+        on_late: called when the server's word on entries that were given away came late: it may hold some of them
+            for this worker again, and the worker not know of it.
+    """
 
     def __init__(
         self,
@@ -48,8 +59,10 @@ class Settler:
         observers: Observers,
         pace: Pace,
         on_delayed: Callable[[], None] = lambda: None,
+        on_late: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_delayed = on_delayed
+        self._on_late = on_late
         self._source = source
         self._observers = observers
         self._pace = pace
@@ -67,7 +80,7 @@ class Settler:
             return
         self._gathered[lane].append(settlement)
         self._endings.append(ending)
-        self._delays |= settlement.kind in "RUW"
+        self._delays |= settlement.kind in "RUWP"
         if self._flushing is None:
             self._flushing = asyncio.get_running_loop().create_task(self._flush(), name="taskmesh settle")
 
@@ -95,9 +108,7 @@ class Settler:
                 if delays:
                     self._on_delayed()
                 for call in calls:
-                    held = self._source.held[call.lane]
-                    for settlement in call.batch:
-                        held.pop(settlement.entry, None)
+                    self._forget(call)
                 self.settled += len(endings)
                 now = time.monotonic()
                 seconds = now - started
@@ -105,6 +116,22 @@ class Settler:
                 self._observers.emit(Settled(self._source.queue, endings, dropped, seconds))
         finally:
             self._flushing = None
+
+    def _forget(self, call: _Call) -> None:
+        """What has been settled is no longer here."""
+        held = self._source.held[call.lane]
+        if not call.is_late:
+            for settlement in call.batch:
+                held.pop(settlement.entry, None)
+            return
+        # An entry may have come back meanwhile, from whoever it was given to or who had claimed it, and has died: as
+        # another delivery, which stays, or unseen, because whoever compared took it for the one that was settled.
+        for settlement in call.batch:
+            now = held.get(settlement.entry)
+            if (now.order if isinstance(now, Delivery) else now) == settlement.order:
+                del held[settlement.entry]
+        if any(settlement.kind in "UWP" for settlement in call.batch):
+            self._on_late()
 
     def _next_round(self) -> list[_Call]:
         calls: list[_Call] = []
@@ -147,6 +174,7 @@ class Settler:
                         len(call.batch),
                     )
                 elif isinstance(reply, BrokerError):
+                    call.is_late = True
                     again.append(call)
                     trouble = reply
                 elif reply and reply != [-1]:

@@ -98,29 +98,32 @@ class Upkeep:
         is_steady = source.steadiness.is_steady(time.monotonic(), found.now_ms)
         self._pause = pause_between_looks(self._ttl, found.workers)
         for worker, last_seen in found.silent:
-            if not (is_steady or is_given_back(worker)):
-                continue
-            if is_given_back(worker) and source.accounts.locked():
-                continue  # a hand-back that is made again must not meet what it gave here, claimed anew
-            room = min(self._room.of(source), MAX_CLAIM)
-            if worker == SUSPECTS:
-                room = min(room, self._host.room_for_suspects)
-            if room < 1 or worker == source.worker:
-                continue
-            own_name = source.worker
-            with self._room.asking(room):
-                entries = await partition.claim(worker, last_seen, own_name, room)
-            if not entries:
-                continue
-            if own_name != source.worker:  # struck off meanwhile: they are the old name's
-                await partition.hand_back(own_name, [(entry.lane, entry.id) for entry in entries])
-                continue
-            name = worker.decode("utf-8", "replace")
-            log.info("queue %s: took %d deliveries over from %s", source.queue, len(entries), name)
-            self._observers.emit(Claimed(source.queue, name, len(entries)))
-            self._host.take_in(source, entries, found.now_ms)
-            if len(entries) == room and worker != SUSPECTS:
-                self._look_now.set()
+            if is_steady or is_given_back(worker):
+                async with source.accounts:  # what a claim has moved is not here before its reply is
+                    await self._claim(worker, last_seen, found.now_ms)
+
+    async def _claim(self, worker: bytes, last_seen: bytes, now_ms: int) -> None:
+        """Take over from a worker that was seen dead what there is room for."""
+        source, partition = self._source, self._source.partition
+        own_name = source.worker
+        room = min(self._room.of(source), MAX_CLAIM)
+        if worker == SUSPECTS:
+            room = min(room, self._host.room_for_suspects)
+        if room < 1 or worker == own_name:
+            return
+        with self._room.asking(room):
+            entries = await partition.claim(worker, last_seen, own_name, room)
+        if not entries:
+            return
+        if own_name != source.worker:  # struck off meanwhile: they are the old name's
+            await partition.hand_back(own_name, [(entry.lane, entry.id) for entry in entries])
+            return
+        name = worker.decode("utf-8", "replace")
+        log.info("queue %s: took %d deliveries over from %s", source.queue, len(entries), name)
+        self._observers.emit(Claimed(source.queue, name, len(entries)))
+        self._host.take_in(source, entries, now_ms)
+        if len(entries) == room and worker != SUSPECTS:
+            self._look_now.set()
 
     def _time_jumped(self) -> None:
         self._source.steadiness.start_again()

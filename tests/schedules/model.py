@@ -77,7 +77,7 @@ class Model:
         self.accepted: set[str] = set()
         self.runs: dict[str, list[Run]] = defaultdict(list)
         self.outcomes: dict[str, Outcome] = {}
-        self.deaths: Counter[str] = Counter()
+        self.deaths: dict[str, set[bytes]] = defaultdict(set)  # who has died with a message
         self.renamed: set[str] = set()  # processes that found themselves struck off
         self.draining: set[str] = set()  # what they cannot settle in time, they give back
         self._names: dict[str, bytes] = {}
@@ -190,7 +190,7 @@ class Model:
             f"D5: {arguments[3].decode()} robs {dead.decode()}, which was heard of {silent:.3f} s before",
         )
         for id in claimed:
-            self.deaths[id] += 1
+            self.deaths[id].add(dead)
             self.robbed.add((dead.decode(), id))
 
     def saw_settle(self, process: str, keys: Any, arguments: Any, reply: Any, looks: Any) -> None:
@@ -260,8 +260,8 @@ class Model:
                 "" if plan.task == "timed" and any(run.state == "cancelled" for run in runs) else "no timeout"
             )
         if "workers died" in outcome.failure.message:
-            enough = self.deaths[sent.id] >= tasks.deaths_of(plan.task)
-            return "" if enough else f"{self.deaths[sent.id]} workers died with it"
+            enough = len(self.deaths[sent.id]) >= tasks.deaths_of(plan.task)
+            return "" if enough else f"{len(self.deaths[sent.id])} workers died with it"
         return str(outcome.failure)
 
     # the end

@@ -47,7 +47,7 @@ LUA: dict[str, Mutations] = {
         "promote": [("if #due > 0 then redis.call('ZREM', KEYS[4], unpack(due)) end", "")]
     },
     "a heartbeat that revives the dead": {
-        "heartbeat": [("if not redis.call('ZSCORE', KEYS[1], ARGV[2]) then return false end", "")]
+        "heartbeat": [("if not seen or seen == '1' then return false end", "")]
     },
     "no sweep": {"sweep": [("fields.pending > 0", "false")]},
 }

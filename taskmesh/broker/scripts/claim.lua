@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- Takes entries over from a worker that was seen dead, if it has not been heard of since. When nothing is left
--- with it, its consumers are deleted and it is struck off, in the same step.
+-- with it, its consumers are deleted and it is struck off, in the same step. Until then it is on the list as the sweep
+-- puts it there: without a lease, and knowing nothing, so that nobody gives it an entry back.
 --
 -- KEYS  1-3 task streams: high, normal, low   4 workers   5 known tasks   6 its settle numbers
 -- ARGV  1 clock offset (unused)   2 group   3 the dead worker   4 its last-seen as observed   5 claimer
@@ -30,10 +31,12 @@ for lane = 1, 3 do
     end
   end
 end
+redis.call('HDEL', KEYS[5], dead)
 if empty then
   for lane = 1, 3 do redis.call('XGROUP', 'DELCONSUMER', KEYS[lane], group, dead) end
   redis.call('ZREM', KEYS[4], dead)
-  redis.call('HDEL', KEYS[5], dead)
   redis.call('DEL', KEYS[6])
+elseif tonumber(seen) > 1 then
+  redis.call('ZADD', KEYS[4], 1, dead)
 end
 return lanes

@@ -16,6 +16,7 @@
 --         U  task                                   unknown here: given to a worker that knows it, else parked
 --         W  task, own version, message, delay ms   the arguments do not fit here: given to a worker that knows the
 --                                                   task, but not in this version; else to be tried again
+--         P  worker, message, delay ms              passed on to that worker; where it is not there, to be tried again
 --         G  reason, bytes                          cannot be read: dead-lettered with at most so many of its bytes
 --       then pairs for the blobs: which entry, how many chunks
 -- Returns the numbers of the entries whose claim was lost; {-1} when this settle number was done before.
@@ -25,7 +26,7 @@ if redis.call('HGET', KEYS[2], ARGV[9]) == ARGV[4] then return {-1} end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000) + tonumber(ARGV[1])
 local count, results, replies = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
-local width = {D = 2, S = 5, C = 5, F = 6, R = 4, U = 3, W = 6, G = 4}
+local width = {D = 2, S = 5, C = 5, F = 6, R = 4, U = 3, W = 6, P = 5, G = 4}
 
 -- One look at the span of the batch; what it does not show is looked at singly.
 local cursor, entries = 10, {}
@@ -78,6 +79,9 @@ for i = 1, count do
   local taker
   if mine and kind == 'U' then taker = who_knows(ARGV[at + 2], id) end
   if mine and kind == 'W' then taker = who_knows(ARGV[at + 2], id, ARGV[at + 3]) end
+  if mine and kind == 'P' and ARGV[at + 2] ~= worker and redis.call('HEXISTS', KEYS[6], ARGV[at + 2]) == 1 then
+    taker = ARGV[at + 2]
+  end
   local key
   if kind == 'S' or kind == 'C' or kind == 'F' then
     result = result + 1
@@ -105,8 +109,8 @@ for i = 1, count do
       end
       if kind == 'C' then uncancel[#uncancel + 1] = string.sub(key, -20) end
       if kind == 'F' then dead_letter(row, id, ARGV[at + 5], outcome, -1) end
-    elseif kind == 'R' or kind == 'W' then
-      local message = kind == 'R' and at + 2 or at + 4
+    elseif kind == 'R' or kind == 'W' or kind == 'P' then
+      local message = at + ({R = 2, W = 4, P = 3})[kind]
       redis.call('ZADD', KEYS[3], string.format('%.0f', now + tonumber(ARGV[message + 1])), ARGV[message])
     elseif kind == 'U' then
       local entry = redis.call('XRANGE', stream, id, id)[1]

@@ -50,7 +50,17 @@ def test_batches_that_are_left_out_are_passed_over() -> None:
     assert next_batch(4, (4, 5, 9)) == 6
     assert next_batch(6, (4, 5, 9)) == 6
     plan = make_plan(Sampler(10, 5, 0), step=3, drawn=2, skipped=(2,), shards=2)
-    assert (plan.step, plan.batch) == (3, 3)
+    assert (plan.step, plan.batch, plan.drawn) == (3, 3, 4)
+
+
+def test_a_plan_of_several_batches_deals_each_of_them_out() -> None:
+    sampler = Sampler(103, 20, seed=2)
+    plan = make_plan(sampler, 1, 3, (4,), shards=8, batches=3)
+    assert plan.batches == (3, 5, 6)
+    assert [len(lengths) for lengths in plan.lengths] == [3, 3, 3, 2, 2, 2, 2, 2]
+    assert [sum(lengths) for lengths in plan.lengths] == [len(shard) for shard in plan.shards]
+    wanted = [index for number in plan.batches for index in sampler.batch(number)]
+    assert Counter(index for shard in plan.shards for index in shard) == Counter(wanted)
 
 
 @pytest.mark.parametrize(("samples", "batch_size"), [(0, 1), (1, 0)])
