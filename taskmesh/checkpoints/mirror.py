@@ -8,7 +8,6 @@ it first.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 from collections.abc import Collection, Mapping
@@ -173,7 +172,7 @@ class Mirror:
 
 def _file_system(url: str) -> tuple[Any, str]:
     try:
-        fsspec = importlib.import_module("fsspec")
+        import fsspec  # only for those who mirror
     except ModuleNotFoundError:
         raise ConfigurationError("a mirror needs fsspec: pip install 'taskmesh[mirror]'") from None
     try:

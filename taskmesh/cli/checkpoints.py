@@ -25,7 +25,7 @@ from taskmesh.keys import RunKeys, check_name
 
 R = TypeVar("R")
 commands = typer.Typer(
-    help="List, show, verify, restore, export or prune a run's checkpoints.",
+    help="List, verify, restore, export a run's checkpoints.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
