@@ -8,6 +8,7 @@ from taskmesh.training.data import Dataset
 from taskmesh.training.execution import Execution
 from taskmesh.training.master import Finished
 from taskmesh.training.modes import LocalSteps, Synchronous
+from taskmesh.training.robust import Mean, Median, TrimmedMean
 from taskmesh.training.rollback import OnDivergence
 from taskmesh.training.trainer import Trainer, accuracy
 
@@ -24,10 +25,13 @@ __all__ = [
     "LocalSteps",
     "LowRank",
     "Manifest",
+    "Mean",
+    "Median",
     "NoCompression",
     "OnDivergence",
     "Synchronous",
     "TopK",
     "Trainer",
+    "TrimmedMean",
     "accuracy",
 ]

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from taskmesh.training.buckets import Bucket
+from taskmesh.training.robust import Robust
 
 Values = npt.NDArray[np.float32]
 
@@ -66,6 +67,11 @@ class TreeSum:
         if not self.is_complete:
             raise ValueError(f"{len(self._added)} of {self._widths[0]} leaves are there")
         return self._nodes[len(self._widths) - 1, 0][1]
+
+    def finish(self, counts: Sequence[int]) -> None:
+        """Leave the mean over so many samples in the array of leaf 0."""
+        total = self.total()
+        np.divide(total, np.float32(max(1, sum(counts))), out=total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,37 @@ class Pool:
             self._free.append(values)
 
 
+class Stack:
+    """The arrays of ``leaves`` shards, until all are there."""
+
+    def __init__(self, leaves: int, robust: Robust) -> None:
+        self._leaves = leaves
+        self._robust = robust
+        self._values: dict[int, Values] = {}
+
+    def __contains__(self, leaf: object) -> bool:
+        return leaf in self._values
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._values) == self._leaves
+
+    def add(self, leaf: int, values: Values) -> list[int]:
+        """Put in one leaf, from 0; each exactly once."""
+        if leaf in self._values or not 0 <= leaf < self._leaves:
+            raise ValueError(f"leaf {leaf} of {self._leaves} is there already, or is none")
+        self._values[leaf] = values
+        return list(range(1, self._leaves)) if self.is_complete else []
+
+    def finish(self, counts: Sequence[int]) -> None:
+        """Leave one gradient in the array of leaf 0. The others are free then."""
+        means = [
+            self._values[leaf] / np.float32(counts[leaf]) for leaf in range(self._leaves) if counts[leaf]
+        ]
+        if means:
+            self._values[0][:] = self._robust.reduce(means)
+
+
 class Round:
     """Collects the contributions of one step's shards.
 
@@ -131,11 +168,15 @@ class Round:
     is there; other threads may do so. What was added stays, should the rest have to be computed again.
     """
 
-    def __init__(self, shards: int, buckets: Sequence[Bucket], pool: Pool) -> None:
+    def __init__(
+        self, shards: int, buckets: Sequence[Bucket], pool: Pool, robust: Robust | None = None
+    ) -> None:
         self._shards = shards
         self._buckets = buckets
         self._pool = pool
-        self._sums = [TreeSum(shards) for _ in buckets]
+        self._sums: list[TreeSum] | list[Stack] = (
+            [TreeSum(shards) for _ in buckets] if robust is None else [Stack(shards, robust) for _ in buckets]
+        )
         self._locks = [threading.Lock() for _ in buckets]
         self._contributions: dict[int, Contribution] = {}
         self._memory: dict[int, Values] = {}
@@ -167,8 +208,8 @@ class Round:
         with self._locks[bucket]:
             done = self._sums[bucket].add(shard, self.memory(shard, bucket))
             if self._sums[bucket].is_complete:  # so every shard is open, and every count is known
-                total = self._sums[bucket].total()
-                np.divide(total, np.float32(max(1, self.count)), out=total)
+                counts = [self._contributions[each].count for each in range(self._shards)]
+                self._sums[bucket].finish(counts)
         for each in done:
             self._free(each)
 
@@ -200,8 +241,8 @@ class Round:
 
     def update(self) -> Update:
         """The step's means, when every shard is there and anything counts. The gradient lies in the round's memory."""
-        for tree in self._sums:
-            tree.total()
+        if not all(each.is_complete for each in self._sums):
+            raise ValueError("some shard's gradient is not whole")
         floats = TreeSum(self._shards)
         for shard in range(self._shards):
             each = self._contributions[shard]

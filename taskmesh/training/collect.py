@@ -30,6 +30,7 @@ from taskmesh.training.notes import Note
 from taskmesh.training.orders import ShardOrder, ShardResult
 from taskmesh.training.plan import Plan
 from taskmesh.training.receive import Receipts
+from taskmesh.training.robust import Mean
 from taskmesh.training.room import when_there_is_room
 from taskmesh.training.roster import Roster, Seat
 from taskmesh.training.setup import RunSetup
@@ -141,7 +142,9 @@ class _Gathering:
         self._plan = plan
         self._version = version
         self._parameters = parameters
-        self._round = Round(len(plan.shards), collector.buckets, collector.pool)
+        aggregation = self._setup.aggregation
+        robust = None if isinstance(aggregation, Mean) else aggregation
+        self._round = Round(len(plan.shards), collector.buckets, collector.pool, robust)
         self._handles: list[tuple[int, Handle[ShardResult]]] = []
         self._ended: set[str] = set()
         self._shares: list[Share] = []

@@ -331,6 +331,7 @@ class Committer:
             "shards": self._setup.shards,
             "compression": self._setup.compression.name,
             "mode": self._setup.mode_name,
+            "aggregation": self._setup.aggregation.name,
             "losses": asdict(progress.losses),
         }
 
@@ -342,7 +343,7 @@ class Committer:
             )
         state = await asyncio.to_thread(read_state, parts)
         wanted = self._run_state(Progress(), samples)
-        for name in ("seed", "samples", "batch_size", "shards", "compression", "mode"):
+        for name in ("seed", "samples", "batch_size", "shards", "compression", "mode", "aggregation"):
             if state.get(name, wanted[name]) != wanted[name]:  # an older release did not note them all
                 raise TrainingError(
                     f"run {self._setup.name!r} was begun with {name} {state.get(name)}, not {wanted[name]}: "

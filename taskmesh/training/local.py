@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -35,12 +35,20 @@ class Inner:
                 for _ in range(taken):
                     self._advance(0.0)
 
-    def step(self, loss: Tensor) -> None:
-        """Take a step down this (mean) loss."""
+    def begin(self) -> None:
+        """A step begins."""
         self._optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, loss_sum: float, count: int) -> None:
+        """Take a step down the mean of so many losses, of whose sum the gradient is there."""
+        if not count:
+            return
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(count)
         self._optimizer.step()
-        self._advance(float(loss.detach()))
+        self._advance(loss_sum / count)
 
     def _advance(self, loss: float) -> None:
         if isinstance(self._schedule, ReduceLROnPlateau):

@@ -5,6 +5,7 @@ The loss is summed over the shard's samples and travels with their count; the gr
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import logging
@@ -153,7 +154,9 @@ class Replica:
         if recipe.local is None:
             loss_sum, count = self._differentiate(flat, order, payload)
         else:
-            loss_sum, count = self._step(flat, order, parameters, payload, recipe.local)
+            step = functools.partial(self._step, flat, order, parameters, recipe.local)
+            loss_sum, count = self._in_memory(step, order)
+            self._add_change(flat, parameters, count, payload)
         if not math.isfinite(loss_sum):
             return Computed(f"the loss is {loss_sum}")
         if not payload.is_finite:
@@ -176,40 +179,41 @@ class Replica:
 
     def _differentiate(self, flat: FlatModel, order: ShardOrder, payload: Payload) -> tuple[float, int]:
         """The gradient of the losses' sum; the sum and how many there are."""
-        scales = list(self._recipe.execution.scales)
-        while True:
-            micro_batches = [
-                part for indices in order.batches() for part in split_evenly(indices, self._micro_batch)
-            ]
+        total, count = math.nan, 0
+        for scale in self._recipe.execution.scales:
             payload.is_finite = True
+            total, count = self._in_memory(functools.partial(self._pass, flat, order, scale, payload), order)
+            if payload.is_finite:
+                break
+            flat.spread_buffers()
+        return total, count
+
+    def _in_memory(self, work: Callable[[], tuple[float, int]], order: ShardOrder) -> tuple[float, int]:
+        """Do something that may run out of memory; again with fewer samples at once, where it does."""
+        while True:
             try:
-                total, count = self._pass(flat, order, micro_batches, scales[0], payload)
+                return work()
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                self._make_smaller(max(map(len, micro_batches)), error)
-                flat.spread_buffers()
-                continue
-            if payload.is_finite or len(scales) == 1:
-                return total, count
-            del scales[0]
-            flat.spread_buffers()
+                self._make_smaller(
+                    max(len(part) for each in order.batches() for part in self._cut(each)), error
+                )
+                self._model().spread_buffers()
 
-    def _pass(
-        self,
-        flat: FlatModel,
-        order: ShardOrder,
-        micro_batches: Sequence[Sequence[int]],
-        scale: float,
-        payload: Payload,
-    ) -> tuple[float, int]:
+    def _cut(self, indices: Sequence[int]) -> list[Sequence[int]]:
+        """A batch in micro-batches."""
+        return split_evenly(indices, self._micro_batch)
+
+    def _pass(self, flat: FlatModel, order: ShardOrder, scale: float, payload: Payload) -> tuple[float, int]:
         assert self._backward is not None
+        parts = [part for indices in order.batches() for part in self._cut(indices)]
         flat.zero_gradient()
         total, count = 0.0, 0
         with self._chance(order):
-            for place, indices in enumerate(micro_batches):
+            for place, indices in enumerate(parts):
                 loss, samples = self._loss(indices)
-                if scale == 1 and place == len(micro_batches) - 1:
+                if scale == 1 and place == len(parts) - 1:
                     self._backward.begin(payload.add)
                 (loss * scale if scale != 1 else loss).backward()  # type: ignore[no-untyped-call]
                 total, count = total + float(loss.detach()), count + samples
@@ -244,9 +248,9 @@ class Replica:
             torch.cuda.empty_cache()
 
     def _step(
-        self, flat: FlatModel, order: ShardOrder, parameters: memoryview, payload: Payload, local: Local
+        self, flat: FlatModel, order: ShardOrder, parameters: memoryview, local: Local
     ) -> tuple[float, int]:
-        """Steps of the shard's own. In the gradient's place: how far they led away, times the samples."""
+        """Steps of the shard's own, from the version's parameters."""
         flat.load(parameters)  # the steps change them, and they are others' too
         self._loaded = None
         batches = order.batches()
@@ -254,18 +258,25 @@ class Replica:
         total, count = 0.0, 0
         with self._chance(order):
             for indices in batches:
-                loss, samples = self._loss(indices)
-                if samples:
-                    inner.step(loss / samples)
-                total, count = total + float(loss.detach()), count + samples
+                inner.begin()
+                batch_total, batch_count = 0.0, 0
+                for part in self._cut(indices):
+                    loss, samples = self._loss(part)
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    batch_total, batch_count = batch_total + float(loss.detach()), batch_count + samples
+                inner.step(batch_total, batch_count)
+                total, count = total + batch_total, count + batch_count
         flat.collect_parameters()
+        return total, count
+
+    def _add_change(self, flat: FlatModel, parameters: memoryview, count: int, payload: Payload) -> None:
+        """In the gradient's place: how far the shard's steps led away, times its samples."""
         trained = flat.layout.parameter_count
         begun = np.frombuffer(parameters, np.float32, trained)
         np.subtract(begun, flat.values[:trained].numpy(), out=payload.gradient)
         payload.gradient *= np.float32(count)
         for bucket in range(len(self._buckets)):
             payload.add(bucket)
-        return total, count
 
     def infer(self, part: Part, layout: str, rows: Tensor, parameters: memoryview) -> Tensor:
         """The model's outputs for a batch of inputs, in evaluation mode."""

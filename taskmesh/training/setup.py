@@ -9,6 +9,7 @@ from taskmesh.errors import ConfigurationError
 from taskmesh.keys import RunKeys
 from taskmesh.training.compression.base import Compression
 from taskmesh.training.modes import LocalSteps, Mode
+from taskmesh.training.robust import Aggregation
 from taskmesh.training.rollback import OnDivergence
 
 
@@ -23,6 +24,7 @@ class RunSetup:
         lease_ttl: seconds after which a master that is not heard of may be replaced.
         fingerprint: what this process's bits depend on; "" where the run may have any.
         execution: how shards are computed, in words.
+        aggregation: how the gradients of a step's shards become one.
     """
 
     keys: RunKeys
@@ -37,6 +39,7 @@ class RunSetup:
     mode: Mode
     fingerprint: str
     execution: str
+    aggregation: Aggregation
 
     def __post_init__(self) -> None:
         if self.shards < 1:

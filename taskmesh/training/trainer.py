@@ -23,6 +23,7 @@ from taskmesh.tasks import Retry, TaskOptions
 from taskmesh.tensors import FlatModel, drawing
 from taskmesh.training.collect import Collector
 from taskmesh.training.commit import Committer, LedgerEntry, decode_entry
+from taskmesh.training.compatibility import check
 from taskmesh.training.compression import Compression, Int8
 from taskmesh.training.compute import compute
 from taskmesh.training.data import Dataset, Sampler
@@ -33,6 +34,7 @@ from taskmesh.training.local import Local, outer_optimizer
 from taskmesh.training.master import Finished, Master
 from taskmesh.training.modes import LocalSteps, Mode, Synchronous
 from taskmesh.training.replica import LossFunction, Recipe
+from taskmesh.training.robust import Aggregation, Mean
 from taskmesh.training.rollback import OnDivergence
 from taskmesh.training.setup import RunSetup
 from taskmesh.training.shard import Shards
@@ -76,6 +78,7 @@ class Trainer:
         deterministic: workers whose torch build, processor or settings would give other bits than the master's get no
             shards. False lets them differ.
         execution: precision, micro-batches, device and the like.
+        aggregation: how the gradients of a step's shards become one.
 
     Raises:
         ConfigurationError: something of it cannot work, or the name is taken.
@@ -101,23 +104,29 @@ class Trainer:
         mode: Mode = Synchronous(),  # noqa: B008 (it is frozen)
         deterministic: bool = True,
         execution: Execution = Execution(),  # noqa: B008 (it is frozen)
+        aggregation: Aggregation = Mean(),  # noqa: B008 (likewise)
     ) -> None:
         self.mesh = mesh
         self.name = check_name("run", name)
         self.model = model
         if threads < 1:
             raise ConfigurationError(f"threads is {threads}; it must be at least 1")
-        if deterministic and (execution.compile or execution.device != "cpu"):
-            what = "torch.compile" if execution.compile else f"device {execution.device!r}"
-            raise ConfigurationError(
-                f"{what} may change the bits from one worker to the next: give deterministic=False"
-            )
+        compression = compression or Int8()
+        check(
+            mode,
+            compression,
+            aggregation,
+            execution,
+            optimizer,
+            shards,
+            deterministic=deterministic,
+        )
         self._setup = RunSetup(
             RunKeys(mesh.name, name),
             seed,
             shards,
             batch_size,
-            compression or Int8(),
+            compression,
             checkpoint or Every(),
             rollback or OnDivergence(),
             len(data),
@@ -125,6 +134,7 @@ class Trainer:
             mode,
             fingerprint(threads) if deterministic else "",
             execution.name,
+            aggregation,
         )
         self._sampler = Sampler(len(data), batch_size, seed)
         self._threads = threads

@@ -1,0 +1,70 @@
+"""What goes with what: the choices of a run that would not do what they say together, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from taskmesh.errors import ConfigurationError
+from taskmesh.training.compression import DGC, TopK
+from taskmesh.training.compression.base import Compression
+from taskmesh.training.execution import Execution
+from taskmesh.training.learner import OptimizerMaker
+from taskmesh.training.modes import LocalSteps, Mode
+from taskmesh.training.robust import Aggregation, Mean
+
+
+def check(
+    mode: Mode,
+    compression: Compression,
+    aggregation: Aggregation,
+    execution: Execution,
+    optimizer: OptimizerMaker,
+    shards: int,
+    *,
+    deterministic: bool,
+) -> None:
+    """See that a run's choices go together.
+
+    Raises:
+        ConfigurationError: they do not; the message says which and why.
+    """
+    aggregation.check(shards)
+    for what, why, holds in (
+        (
+            f"aggregation {aggregation.name} and compression {compression.name}",
+            "most coordinates of a sparse gradient are zero, and so would be what is in their middle",
+            not isinstance(aggregation, Mean) and isinstance(compression, TopK | DGC),
+        ),
+        (
+            f"local steps and compression {compression.name}",
+            "its momentum is that of gradients; what local steps send are changes of parameters",
+            isinstance(mode, LocalSteps) and isinstance(compression, DGC),
+        ),
+        (
+            "local steps and precision fp16",
+            "the steps between two rounds have no scaler; bf16 needs none",
+            isinstance(mode, LocalSteps) and execution.precision == "fp16",
+        ),
+        (
+            f"{'torch.compile' if execution.compile else f'device {execution.device!r}'} and deterministic=True",
+            "it may give other bits elsewhere",
+            deterministic and (execution.compile or execution.device != "cpu"),
+        ),
+    ):
+        if holds:
+            raise ConfigurationError(f"{what} do not go together: {why}")
+    if isinstance(compression, DGC) and compression.momentum > 0 and _has_momentum(optimizer):
+        raise ConfigurationError(
+            f"compression {compression.name} and an optimizer with momentum do not go together: DGC brings its own, "
+            "and the two would multiply; give DGC(momentum=0), or an optimizer without"
+        )
+
+
+def _has_momentum(make: Callable[..., Optimizer]) -> bool:
+    """Whether an optimizer of that kind remembers past gradients' direction."""
+    groups = make([nn.Parameter(torch.zeros(1))]).param_groups
+    return any(group.get("momentum") or group.get("betas", (0,))[0] for group in groups)
