@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from taskmesh.checkpoints.manifest import Manifest
-from taskmesh.errors import CheckpointError, TrainingError
+from taskmesh.errors import CheckpointError, TaskmeshError, TrainingError
 from taskmesh.events import Committed, Observers, RolledBack
 from taskmesh.training.aggregate import Update
 from taskmesh.training.collect import Collector, Gathered
@@ -26,6 +26,7 @@ from taskmesh.training.plan import Plan, make_plan
 from taskmesh.training.setup import RunSetup
 
 log = logging.getLogger("taskmesh.training")
+STOP_TIMEOUT = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class Master:
         self._collector = collector
         self._observers = observers
         self.progress = Progress()
+        self._is_between_steps = True  # else the learner's parameters are not the current version's
         self._returns: Counter[int] = Counter()
         self._requests: list[tuple[int, asyncio.Future[int]]] = []
 
@@ -80,17 +82,30 @@ class Master:
             CheckpointError: there is no whole checkpoint to go on from, or back to.
         """
         self.progress = await self._committer.begin(self._sampler.samples)
-        while True:
-            await self._serve_requests()
-            if self.progress.step >= steps:
-                break
-            committed = await self._take_step()
-            if committed is not None and on_commit is not None:
-                on_commit(committed)
+        try:
+            while True:
+                await self._serve_requests()
+                if self.progress.step >= steps:
+                    break
+                committed = await self._take_step()
+                if committed is not None and on_commit is not None:
+                    on_commit(committed)
+        except asyncio.CancelledError:
+            await self._keep_where_it_is()
+            raise
         current = await self._committer.end()
         digest = current.parts["parameters"].root.hex()
         loss = current.metrics.get("loss", float("nan"))
         return Finished(current.version, current.step, loss, digest, current.skipped)
+
+    async def _keep_where_it_is(self) -> None:
+        """Asked to stop: no step that was taken is lost, where there is time to keep it."""
+        if self._is_between_steps:
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT):
+                    await self._committer.end()
+            except (TaskmeshError, TimeoutError) as error:
+                log.warning("run %s: its last steps are not kept: %s", self._setup.name, error)
 
     async def _take_step(self) -> Committed | None:
         """One step; None when it ended in a rollback."""
@@ -101,12 +116,16 @@ class Master:
             reason = self._decide(gathered)
             if reason is None:
                 update = gathered.round.update()
+                self._is_between_steps = False
                 reason = await compute(self._learner.apply, update, plan.step)
                 if reason is None:
-                    return await self._commit(plan, gathered, update, started)
+                    committed = await self._commit(plan, gathered, update, started)
+                    self._is_between_steps = True
+                    return committed
         finally:
             gathered.round.release()
         await self._return_from(plan, reason)
+        self._is_between_steps = True
         return None
 
     def _plan(self) -> Plan:

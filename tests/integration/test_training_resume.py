@@ -106,11 +106,13 @@ async def test_a_run_that_was_interrupted_comes_to_the_same_bits(
     assert resumed.digest == (await train(make_mesh("straight"), 9, **changes)).digest
 
 
-async def test_a_rollback_that_was_asked_for_is_answered_when_the_run_ends(mesh: Mesh) -> None:
+async def test_a_rollback_that_was_asked_for_is_answered_when_the_run_ends(
+    mesh: Mesh, plain: redis.Redis
+) -> None:
     """Whoever asked must not wait for ever because the run ended on the way."""
     trainer = make_trainer(mesh)
     running = asyncio.create_task(trainer.run(steps=5))
-    await wait_until(trainer.status)
+    await wait_until(lambda: plain.xlen("taskmesh:{test:digits:0}:tasks:normal") == 8)
     asked = asyncio.create_task(trainer.rollback(to=0))  # no worker: the step never ends
     await asyncio.sleep(0.05)
     running.cancel()
@@ -328,3 +330,22 @@ async def test_a_full_server_is_waited_for(caplog: pytest.LogCaptureFixture) -> 
             finished = await trainer.run(steps=8, on_commit=on_commit)
             await making
     assert finished.step == 8
+
+
+async def test_a_run_that_is_asked_to_stop_keeps_the_steps_it_has_taken(make_mesh: MakeMesh) -> None:
+    expected = await train(make_mesh("whole"), 25)
+    mesh = make_mesh("stopped")
+    trainer = make_trainer(mesh, checkpoint=Every(steps=1000, keep=2))
+    reached = asyncio.Event()
+    async with workers(mesh, 1):
+        running = asyncio.create_task(
+            trainer.run(steps=25, on_commit=lambda committed: committed.step == 13 and reached.set())
+        )
+        await asyncio.wait_for(reached.wait(), 30)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        kept = await trainer.versions()
+        assert kept[-1].step >= 13
+        finished = await trainer.run(steps=25)
+    assert finished.digest == expected.digest
