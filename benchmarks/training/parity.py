@@ -14,13 +14,14 @@ import uvloop
 from scipy import stats  # type: ignore[import-untyped]
 
 from benchmarks.training.fleet import Fleet
+from benchmarks.training.plan import COMPRESSIONS as COMPRESSIONS_BY_NAME
 from benchmarks.training.plan import Plan
 from benchmarks.training.servers import Servers, servers
 from benchmarks.training.works import make_trainer, make_work
 from taskmesh import Mesh, MeshSettings, WorkerSettings
 
-COMPRESSIONS = ("int8",)
 PLAIN = "none"
+COMPRESSIONS = tuple(name for name in COMPRESSIONS_BY_NAME if name != PLAIN)
 MARGIN = 0.02  # of the plain runs' mean loss
 QUALITY = Plan(work="digits", size=32, shards=8, batch=128)
 SAVINGS = Plan(work="digits", size=1024, shards=8, batch=256, workers=2, steps=6, meter=True)

@@ -134,7 +134,7 @@ def digits(plan: Plan) -> Work:
         with torch.no_grad():
             return float(_cross_entropy(model, (inputs[1500:], targets[1500:])).mean())
 
-    adam = functools.partial(torch.optim.Adam, lr=1e-3)
+    adam = functools.partial(torch.optim.Adam, lr=5e-3)
     return Work(build, _cross_entropy, Rows(inputs[:1500], targets[:1500]), adam, validate=validate)
 
 

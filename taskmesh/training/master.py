@@ -153,7 +153,8 @@ class Master:
     async def _commit(self, plan: Plan, gathered: Gathered, update: Update, started: float) -> Committed:
         losses = self.progress.losses.add(update.loss, self._setup.divergence.window)
         progress = replace(self.progress, step=plan.step, drawn=plan.drawn, losses=losses)
-        version, parent = self._committer.version + 1, self._committer.version
+        assert self._committer.current is not None
+        version, parent = self._committer.version + 1, self._committer.current.version
         await self._committer.commit(
             progress,
             {"loss": update.loss},

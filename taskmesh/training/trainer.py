@@ -303,9 +303,13 @@ class Trainer:
     async def _lead(self, work: Callable[[Master], Awaitable[R]], timeout: float | None) -> R:
         """Do something as the run's master, under its lease."""
         lease = Lease(self.mesh.client.caller, self._setup.keys, self._setup.lease_ttl)
+        # Whoever waits for the lease is ready when it comes: the first optimizer of a process takes a second.
+        learner = await compute(
+            Learner, self.model, self._optimizer, self._schedule, self._setup.seed, self._threads
+        )
         token = await lease.acquire(timeout)
         holding = asyncio.create_task(lease.hold(), name="taskmesh lease")
-        working = asyncio.create_task(self._work(work, token), name=f"taskmesh run {self.name}")
+        working = asyncio.create_task(self._work(work, learner, token), name=f"taskmesh run {self.name}")
         try:
             await asyncio.wait({holding, working}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
@@ -324,10 +328,7 @@ class Trainer:
             with contextlib.suppress(TaskmeshError):
                 await lease.release()
 
-    async def _work(self, work: Callable[[Master], Awaitable[R]], token: int) -> R:
-        learner = await compute(
-            Learner, self.model, self._optimizer, self._schedule, self._setup.seed, self._threads
-        )
+    async def _work(self, work: Callable[[Master], Awaitable[R]], learner: Learner, token: int) -> R:
         store = self.store
         committer = Committer(self._setup, store, learner, token, self.mesh.observers)
         collector = Collector(

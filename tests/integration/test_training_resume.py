@@ -349,3 +349,29 @@ async def test_a_run_that_is_asked_to_stop_keeps_the_steps_it_has_taken(make_mes
         assert kept[-1].step >= 13
         finished = await trainer.run(steps=25)
     assert finished.digest == expected.digest
+
+
+async def test_the_ledger_of_a_run_that_was_taken_over_names_what_each_version_was_formed_from(
+    make_mesh: MakeMesh,
+) -> None:
+    """A master that died had committed versions that its successor did not go on from."""
+    mesh = make_mesh()
+    trainer = make_trainer(mesh)
+
+    class Died(Exception):
+        pass
+
+    def die(committed: Committed) -> None:
+        if committed.step == 17:
+            raise Died
+
+    async with workers(mesh, 1):
+        with pytest.raises(Died):
+            await trainer.run(steps=25, on_commit=die)
+        await trainer.run(steps=25)
+        entries = {entry.version: entry for entry in await trainer.ledger()}
+    version, steps = max(entries), []
+    while version in entries:
+        steps.append(entries[version].step)
+        version = entries[version].parent
+    assert steps == list(range(25, 0, -1))
