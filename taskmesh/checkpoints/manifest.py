@@ -155,6 +155,13 @@ def checksum_of(piece: bytes | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(piece)
 
 
+def is_whole(part: Part, value: memoryview) -> bool:
+    """Whether memory of a part's size holds the part."""
+    digest = digest_of if part.kept else checksum_of
+    pieces = (value[at : at + CHUNK_BYTES] for at in range(0, len(value), CHUNK_BYTES))
+    return tuple(map(digest, pieces)) == tuple(part.digests)
+
+
 def root_of(digests: Sequence[bytes]) -> bytes:
     """One digest over the digests of a part's chunks."""
     return digest_of(b"".join(digests))

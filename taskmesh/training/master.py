@@ -7,13 +7,15 @@ that any process may take its place.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from taskmesh.checkpoints.manifest import Manifest
+from taskmesh.checkpoints.manifest import Manifest, is_whole
 from taskmesh.errors import CheckpointError, TaskmeshError, TrainingError
 from taskmesh.events import Committed, Observers, RolledBack
 from taskmesh.training.aggregate import Update
@@ -21,6 +23,7 @@ from taskmesh.training.collect import Collector, Gathered
 from taskmesh.training.commit import Committer, LedgerEntry, Progress
 from taskmesh.training.compute import compute
 from taskmesh.training.data import Sampler
+from taskmesh.training.host import HostMemory
 from taskmesh.training.learner import Learner
 from taskmesh.training.plan import Plan, make_plan
 from taskmesh.training.setup import RunSetup
@@ -61,6 +64,7 @@ class Master:
         committer: Committer,
         collector: Collector,
         observers: Observers,
+        host: HostMemory,
     ) -> None:
         self._setup = setup
         self._sampler = sampler
@@ -68,6 +72,7 @@ class Master:
         self._committer = committer
         self._collector = collector
         self._observers = observers
+        self._host = host
         self.progress = Progress()
         self._is_between_steps = True  # else the learner's parameters are not the current version's
         self._returns: Counter[int] = Counter()
@@ -165,6 +170,7 @@ class Master:
         )
         self.progress = progress
         self._collector.roster.take_seats(gathered.seats)
+        await self._offer(gathered)
         dense_bytes = 4 * self._learner.flat.layout.float_count * len(plan.shards)
         seconds = time.monotonic() - started
         event = Committed(
@@ -172,6 +178,13 @@ class Master:
         )
         self._observers.emit(event)
         return event
+
+    async def _offer(self, gathered: Gathered) -> None:
+        """Let the workers on this machine have the parameters without a fetch."""
+        here = f"{socket.gethostname()}-"
+        if any(share.worker.startswith(here) for share in gathered.shares):
+            part = self._committer.parameters
+            await self._host.offer(part.root, self._learner.flat.view(), functools.partial(is_whole, part))
 
     # going back
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
 
-from taskmesh.checkpoints.manifest import Part
+from taskmesh.checkpoints.manifest import Part, is_whole
 from taskmesh.training.host import Held, HostMemory
 
 CACHED = 2  # versions: the one that is worked at, and the next
@@ -68,7 +69,9 @@ class Versions:
         return version
 
     async def _bring(self, part: Part) -> Held:
-        shared = await self._host.hold(part.root, part.size_bytes, lambda into: self._load(part, into))
+        shared = await self._host.hold(
+            part.root, part.size_bytes, lambda into: self._load(part, into), functools.partial(is_whole, part)
+        )
         if shared is not None:
             return shared
         data = self._take(part.size_bytes)

@@ -21,7 +21,7 @@ from taskmesh.keys import RunKeys
 from taskmesh.tasks import Context
 from taskmesh.training import notes
 from taskmesh.training.compute import compute
-from taskmesh.training.host import HostMemory
+from taskmesh.training.host import HostMemory, host_name
 from taskmesh.training.memory import Memories, State
 from taskmesh.training.notes import Note
 from taskmesh.training.orders import ShardOrder, ShardResult
@@ -45,7 +45,7 @@ class Shards:
         self._replica = Replica(recipe)
         self._gradients = Gradients()
         self._memories = Memories()
-        self._versions = Versions(self._load, HostMemory(f"{mesh.settings.url} {keys.tag!r}"))
+        self._versions = Versions(self._load, HostMemory(host_name(mesh.settings.url, keys)))
 
     async def gradient(self, order: ShardOrder, context: Context) -> ShardResult:
         """Compute one shard.

@@ -29,6 +29,7 @@ from taskmesh.training.compute import compute
 from taskmesh.training.data import Dataset, Sampler
 from taskmesh.training.execution import Execution
 from taskmesh.training.fingerprint import fingerprint
+from taskmesh.training.host import HostMemory, host_name
 from taskmesh.training.learner import Learner, OptimizerMaker, ScheduleMaker
 from taskmesh.training.local import Local, outer_optimizer
 from taskmesh.training.master import Finished, Master
@@ -339,7 +340,10 @@ class Trainer:
             learner.flat.layout,
             committer.republish,
         )
-        self._master = Master(self._setup, self._sampler, learner, committer, collector, self.mesh.observers)
+        host = HostMemory(host_name(self.mesh.settings.url, self._setup.keys))
+        self._master = Master(
+            self._setup, self._sampler, learner, committer, collector, self.mesh.observers, host
+        )
         listening = asyncio.create_task(collector.listen(), name="taskmesh notes")
         try:
             return await work(self._master)
