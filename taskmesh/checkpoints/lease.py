@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 
-from taskmesh.broker import scripts
+from taskmesh.broker import chunks, scripts
 from taskmesh.broker.caller import Caller
 from taskmesh.errors import BrokerError, LeadershipLost, TrainingError
 from taskmesh.keys import RunKeys
@@ -61,6 +61,16 @@ class Lease:
                 log.info("run %s: %s leads it; waiting for the lease", self._keys.run, leader)
                 told = True
             await asyncio.sleep(min(left + 0.001, LONGEST_LOOK))
+
+    async def leader(self) -> str | None:
+        """Who leads the run now; None where nobody does."""
+        commands = [("HMGET", self._keys.lease, "owner", "expires_ms"), ("TIME",)]
+        (owner, expires_ms), (seconds, micros) = await chunks.call_many(
+            self._caller, self._keys.tag, commands
+        )
+        if owner is None or int(expires_ms) <= 1000 * int(seconds) + int(micros) // 1000:
+            return None
+        return str(owner.decode())
 
     async def renew(self) -> None:
         """Hold the lease for another time to live.

@@ -4,41 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
 
-from taskmesh.app.mesh import Mesh
 from taskmesh.checkpoints.files import write_folder
 from taskmesh.checkpoints.lease import Lease
 from taskmesh.checkpoints.manifest import Manifest
 from taskmesh.checkpoints.retention import Every
 from taskmesh.checkpoints.store import VersionStore
 from taskmesh.cli.console import duration, table
-from taskmesh.cli.loading import load, load_mesh
 from taskmesh.cli.state import Json
-from taskmesh.errors import CheckpointError, ConfigurationError
-from taskmesh.keys import RunKeys, check_name
+from taskmesh.cli.training_run import App, Run, TrainingRun, do
+from taskmesh.errors import CheckpointError
 
-R = TypeVar("R")
 commands = typer.Typer(
     help="List, verify, restore, export a run's checkpoints.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
-App = Annotated[
-    str,
-    typer.Argument(
-        metavar="APP", help="The Mesh, or a Trainer of it, as module:attribute (for example app:trainer)."
-    ),
-]
-Run = Annotated[
-    str | None, typer.Option("--run", "-r", help="The run's name. Default: the Trainer's, or the only one.")
-]
 Version = Annotated[
     int, typer.Argument(metavar="VERSION", help="Its number, as `checkpoints list` shows it.")
 ]
@@ -51,26 +39,14 @@ Versions = Annotated[
 ]
 
 
-class _Run(NamedTuple):
-    """The run that a command is about."""
-
-    mesh: Mesh
-    name: str
-
-    @property
-    def store(self) -> VersionStore:
-        client = self.mesh.client
-        return VersionStore(client.caller, client.bulk, RunKeys(self.mesh.name, self.name))
-
-
 @commands.command("list", short_help="Show the versions that are kept.")
 def list_versions(app: App, run: Run = None, as_json: Json = False) -> None:
     """Show the versions that a run keeps, oldest first."""
 
-    async def read(found: _Run) -> tuple[list[Manifest], Manifest | None]:
+    async def read(found: TrainingRun) -> tuple[list[Manifest], Manifest | None]:
         return await found.store.kept(), await found.store.current()
 
-    kept, current = _do(app, run, read)
+    kept, current = do(app, run, read)
     if as_json:
         typer.echo(msgspec.json.encode([_as_record(manifest, current) for manifest in kept]).decode())
         return
@@ -93,10 +69,10 @@ def list_versions(app: App, run: Run = None, as_json: Json = False) -> None:
 def show(app: App, version: Version, run: Run = None, as_json: Json = False) -> None:
     """Show one version: where it comes from, and its parts."""
 
-    async def read(found: _Run) -> tuple[Manifest, Manifest | None]:
+    async def read(found: TrainingRun) -> tuple[Manifest, Manifest | None]:
         return await found.store.find_kept(version), await found.store.current()
 
-    manifest, current = _do(app, run, read)
+    manifest, current = do(app, run, read)
     parts = [
         {
             "name": name,
@@ -122,12 +98,12 @@ def show(app: App, version: Version, run: Run = None, as_json: Json = False) -> 
 def verify(app: App, versions: Versions = None, run: Run = None, as_json: Json = False) -> None:
     """Read versions whole, and hold each chunk against its digest; exit code 1 when something is damaged."""
 
-    async def read(found: _Run) -> list[tuple[Manifest, str | None]]:
+    async def read(found: TrainingRun) -> list[tuple[Manifest, str | None]]:
         store = found.store
         wanted = [await store.find_kept(version) for version in versions or ()] or await store.kept()
         return [(manifest, await _fault(store, manifest)) for manifest in wanted]
 
-    results = _do(app, run, read)
+    results = do(app, run, read)
     if as_json:
         records = [
             {"version": manifest.version, "whole": fault is None, "fault": fault}
@@ -148,15 +124,11 @@ def verify(app: App, versions: Versions = None, run: Run = None, as_json: Json =
 def rollback(app: App, version: Version, run: Run = None) -> None:
     """Make a version current, as a new version, while nobody trains."""
 
-    async def restore(found: _Run) -> int:
-        trainer: Any = found.mesh.runs.get(found.name)
-        if not hasattr(trainer, "rollback"):
-            raise ConfigurationError(
-                f"the app has no Trainer of run {found.name!r}: a rollback needs its model and optimizer"
-            )
+    async def restore(found: TrainingRun) -> int:
+        trainer = found.trainer("a rollback needs its model and optimizer")
         return int(await trainer.rollback(to=version))
 
-    typer.echo(f"version {version} is current again, as version {_do(app, run, restore)}")
+    typer.echo(f"version {version} is current again, as version {do(app, run, restore)}")
 
 
 @commands.command(short_help="Write a version into a folder, as safetensors.")
@@ -168,7 +140,7 @@ def export(
 ) -> None:
     """Write a version into a new folder: model.safetensors, state.safetensors and manifest.json."""
 
-    async def read(found: _Run) -> Manifest:
+    async def read(found: TrainingRun) -> Manifest:
         store = found.store
         if version is None:
             newest = await store.load_newest()
@@ -181,7 +153,7 @@ def export(
         await asyncio.to_thread(write_folder, to, store.keys, manifest, parts)
         return manifest
 
-    manifest = _do(app, run, read)
+    manifest = do(app, run, read)
     typer.echo(f"version {manifest.version}, step {manifest.step}: {size(manifest.size_bytes)} in {to}")
 
 
@@ -202,7 +174,7 @@ def prune(
     best_is: Literal["lowest", "highest"] = "highest" if highest else "lowest"
     rule = Every(keep=keep, milestone_steps=milestone_steps, best=best, best_is=best_is)
 
-    async def remove(found: _Run) -> list[Manifest]:
+    async def remove(found: TrainingRun) -> list[Manifest]:
         if dry_run:
             return _leaving(rule, await found.store.kept())
         lease = Lease(found.mesh.client.caller, found.store.keys, found.mesh.settings.liveness_ttl)
@@ -214,37 +186,12 @@ def prune(
             await lease.release()
         return leaving
 
-    gone = [manifest.version for manifest in _do(app, run, remove)]
+    gone = [manifest.version for manifest in do(app, run, remove)]
     if as_json:
         typer.echo(msgspec.json.encode({"dry_run": dry_run, "versions": gone}).decode())
     else:
         said = "would remove" if dry_run else "removed"
         typer.echo(f"{said} {len(gone)}{': ' if gone else ''}{', '.join(map(str, gone))}")
-
-
-def _do(app: str, run: str | None, work: Callable[[_Run], Awaitable[R]]) -> R:
-    """Something with the run that is meant, while its Mesh is connected."""
-    found = _find(app, run)
-
-    async def connected() -> R:
-        async with found.mesh:
-            return await work(found)
-
-    return asyncio.run(connected())
-
-
-def _find(target: str, run: str | None) -> _Run:
-    found = load(target)
-    mesh, name = getattr(found, "mesh", None), getattr(found, "name", None)
-    if isinstance(mesh, Mesh) and isinstance(name, str):
-        return _Run(mesh, check_name("run", run or name))
-    mesh = load_mesh(target)
-    if run is not None:
-        return _Run(mesh, check_name("run", run))
-    if len(mesh.runs) != 1:
-        known = f"has {', '.join(sorted(mesh.runs))}" if mesh.runs else "has no run"
-        raise ConfigurationError(f"{target} {known}: say which run with --run")
-    return _Run(mesh, next(iter(mesh.runs)))
 
 
 def _leaving(rule: Every, kept: Sequence[Manifest]) -> list[Manifest]:

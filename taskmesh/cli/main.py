@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from taskmesh.cli import checkpoints, dead, inspect
+from taskmesh.cli import checkpoints, dead, inspect, runs
 from taskmesh.cli.console import report
 from taskmesh.cli.state import Json, state
 from taskmesh.cli.worker import worker
@@ -65,6 +65,7 @@ app.command(short_help="The workers, and how much each holds.")(inspect.workers)
 app.command()(inspect.top)
 app.add_typer(dead.commands, name="dead")
 app.add_typer(checkpoints.commands, name="checkpoints")
+app.add_typer(runs.commands, name="runs")
 
 
 def main() -> None:

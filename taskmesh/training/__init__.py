@@ -6,6 +6,7 @@ from taskmesh.training.commit import LedgerEntry
 from taskmesh.training.compression import DGC, Compression, Half, Int8, LowRank, NoCompression, TopK
 from taskmesh.training.data import Dataset
 from taskmesh.training.execution import Execution
+from taskmesh.training.history import Formed, Replayed, Turned
 from taskmesh.training.master import Finished
 from taskmesh.training.modes import LocalSteps, Synchronous
 from taskmesh.training.robust import Mean, Median, TrimmedMean
@@ -19,6 +20,7 @@ __all__ = [
     "Every",
     "Execution",
     "Finished",
+    "Formed",
     "Half",
     "Int8",
     "LedgerEntry",
@@ -29,9 +31,11 @@ __all__ = [
     "Median",
     "NoCompression",
     "OnDivergence",
+    "Replayed",
     "Synchronous",
     "TopK",
     "Trainer",
     "TrimmedMean",
+    "Turned",
     "accuracy",
 ]

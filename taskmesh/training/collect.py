@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from taskmesh.app.client import Client
@@ -25,7 +25,7 @@ from taskmesh.tasks import MAX_DELIVERIES
 from taskmesh.tensors import FlatLayout
 from taskmesh.training import notes
 from taskmesh.training.aggregate import Pool, Round
-from taskmesh.training.buckets import cut
+from taskmesh.training.buckets import Bucket, cut
 from taskmesh.training.notes import Note
 from taskmesh.training.orders import ShardOrder, ShardResult
 from taskmesh.training.plan import Plan
@@ -67,6 +67,7 @@ class Gathered(NamedTuple):
         fault: why the step cannot be taken; None when all shards are there.
         uplink_bytes: payloads that came in and were used: compressed gradients with their heads, and buffers.
         seats: who holds which shard once the step is taken.
+        anew: the shards whose compression remembers, and began with nothing.
     """
 
     round: Round
@@ -74,6 +75,7 @@ class Gathered(NamedTuple):
     shares: tuple[Share, ...]
     uplink_bytes: int
     seats: Mapping[int, Seat]
+    anew: tuple[int, ...]
 
 
 class _Answer(NamedTuple):
@@ -82,6 +84,12 @@ class _Answer(NamedTuple):
     worker: str
     reason: str | None
     failure: TaskFailed | None = None
+
+
+def new_round(setup: RunSetup, shards: int, buckets: Sequence[Bucket], pool: Pool) -> Round:
+    """A round of so many shards, which become one gradient as the run wants it."""
+    aggregation = setup.aggregation
+    return Round(shards, buckets, pool, None if isinstance(aggregation, Mean) else aggregation)
 
 
 class Collector:
@@ -142,15 +150,14 @@ class _Gathering:
         self._plan = plan
         self._version = version
         self._parameters = parameters
-        aggregation = self._setup.aggregation
-        robust = None if isinstance(aggregation, Mean) else aggregation
-        self._round = Round(len(plan.shards), collector.buckets, collector.pool, robust)
+        self._round = new_round(self._setup, len(plan.shards), collector.buckets, collector.pool)
         self._handles: list[tuple[int, Handle[ShardResult]]] = []
         self._ended: set[str] = set()
         self._shares: list[Share] = []
         self._uplink_bytes = 0
         self._chunks = 0  # of the largest payload that came in chunks
         self._seats: dict[int, Seat] = {}
+        self._anew: list[int] = []
         self._receipts = Receipts(
             collector.client.bulk,
             functools.partial(self._setup.keys.gradient, version),
@@ -180,7 +187,8 @@ class _Gathering:
                 task.cancel()
             await asyncio.gather(*shards, return_exceptions=True)
             await self._receipts.close()
-        return Gathered(self._round, fault, tuple(sorted(self._shares)), self._uplink_bytes, self._seats)
+        shares, anew = tuple(sorted(self._shares)), tuple(sorted(self._anew))
+        return Gathered(self._round, fault, shares, self._uplink_bytes, self._seats, anew)
 
     async def _tell_what_is_waited_for(self, shards: list[int]) -> None:
         workers = await self._collector.roster.live_workers()
@@ -263,7 +271,7 @@ class _Gathering:
                 republications += 1
                 order = dataclasses.replace(order, parameters=await self._collector.republish())
             else:
-                return _Answer(result.worker, await self._take(order.shard, handle, result))
+                return _Answer(result.worker, await self._take(order, handle, result))
 
     async def _result(self, handle: Handle[ShardResult], order: ShardOrder) -> ShardResult:
         """The result of an order; one that goes to a worker that is not there any more is taken back."""
@@ -301,16 +309,19 @@ class _Gathering:
         )
         self._collector.observers.emit(ShardRefused(name, order.step, order.shard, worker, reason))
 
-    async def _take(self, shard: int, handle: Handle[ShardResult], result: ShardResult) -> str | None:
+    async def _take(self, order: ShardOrder, handle: Handle[ShardResult], result: ShardResult) -> str | None:
         """Put a result into the round; else why it is refused."""
         if result.status != "computed":
             return result.reason
+        shard = order.shard
         self._chunks = max(self._chunks, len(result.digests))
         fault = await self._receipts.take(shard, result)
         if fault is None:
             self._shares.append(Share(shard, result.worker, handle.id, len(self._plan.shards[shard])))
             if result.remembers:
                 self._seats[shard] = Seat(result.worker, result.attempt)
+                if not order.memory:
+                    self._anew.append(shard)
             self._uplink_bytes += sum(result.sizes)
         return fault
 

@@ -57,6 +57,10 @@ class LedgerEntry(msgspec.Struct, frozen=True):
         batch: the number of the batch, or of the first of several; -1 for a rollback.
         parent: the version that it was formed from; of a rollback, the one restored.
         shares: shard, worker, task and samples of each contribution.
+        anew: the shards whose compression remembers, and began with nothing.
+        digest: of the parameters as they were committed (``Part.root``); empty for a rollback.
+        without: the worker whose contributions were left out since version ``since``, where the parent was formed again
+            so.
     """
 
     version: int
@@ -65,6 +69,10 @@ class LedgerEntry(msgspec.Struct, frozen=True):
     batch: int
     samples: tuple[int, ...] = ()
     shares: tuple[Share, ...] = ()
+    anew: tuple[int, ...] = ()
+    digest: bytes = b""
+    without: str = ""
+    since: int = 0
 
 
 _encode_entry = msgspec.msgpack.Encoder().encode
@@ -172,7 +180,7 @@ class Committer:
                 progress.step,
                 self._saver.mirror,
             )
-        await self._commit(version, progress, metrics, samples, b"")
+        await self._commit(version, progress, metrics, samples, None)
         await self._keep(mirrored=mirrored is None or version != mirrored[0].version)
         await self._saver.wait()
         return progress
@@ -197,7 +205,7 @@ class Committer:
             and what an earlier checkpoint has failed with.
         """
         self._saver.check()
-        await self._commit(self._version + 1, progress, metrics, samples, _encode_entry(entry))
+        await self._commit(self._version + 1, progress, metrics, samples, entry)
         now = self._store.clock.monotonic()
         elapsed = 0.0 if self._saver.is_saving else now - self._due_at
         if self._setup.checkpoint.is_due(progress.step, elapsed):
@@ -205,7 +213,12 @@ class Committer:
             await self._keep()
 
     async def _commit(
-        self, version: int, progress: Progress, metrics: Mapping[str, float], samples: int, entry: bytes
+        self,
+        version: int,
+        progress: Progress,
+        metrics: Mapping[str, float],
+        samples: int,
+        entry: LedgerEntry | None,
     ) -> None:
         view = self._learner.flat.view()
         part = await when_there_is_room(
@@ -224,8 +237,21 @@ class Committer:
             skipped=progress.skipped,
             at_ms=_now_ms(),
         )
-        await self._flip(Commit(manifest, ledger=entry))
-        self._state = self._run_state(progress, samples)
+        ledger = b"" if entry is None else _encode_entry(msgspec.structs.replace(entry, digest=part.root))
+        await self._flip(Commit(manifest, ledger=ledger))
+        self._state = _run_state(self._setup, progress, samples)
+
+    async def adopt(
+        self, progress: Progress, metrics: Mapping[str, float], samples: int, entry: LedgerEntry
+    ) -> None:
+        """Make the learner's parameters, which were formed without workers, the next version, and a checkpoint.
+
+        Raises:
+            as ``commit``.
+        """
+        await self._commit(self._version + 1, progress, metrics, samples, entry)
+        await self._keep()
+        await self._saver.wait()
 
     async def _keep(self, *, mirrored: bool = True) -> None:
         """Have the current version kept, as it is now."""
@@ -323,35 +349,48 @@ class Committer:
         """The batches left out so far: what was bad stays left out, whichever version the run goes back to."""
         return {*target.skipped, *(() if self.current is None else self.current.skipped)}
 
-    def _run_state(self, progress: Progress, samples: int) -> dict[str, Any]:
-        return {
-            "seed": self._setup.seed,
-            "samples": samples,
-            "batch_size": self._setup.batch_size,
-            "shards": self._setup.shards,
-            "compression": self._setup.compression.name,
-            "mode": self._setup.mode_name,
-            "aggregation": self._setup.aggregation.name,
-            "losses": asdict(progress.losses),
-        }
-
     async def _restore(self, manifest: Manifest, parts: Mapping[str, memoryview], samples: int) -> Progress:
-        if manifest.layout != self._learner.flat.layout.digest:
-            raise CheckpointError(
-                f"version {manifest.version} of run {self._setup.name!r} is another model's: "
-                "give the run another name, or the same model"
+        return await restore(self._setup, self._learner, manifest, parts, samples)
+
+
+async def restore(
+    setup: RunSetup, learner: Learner, manifest: Manifest, parts: Mapping[str, memoryview], samples: int
+) -> Progress:
+    """Let a learner go back to a checkpoint of its run.
+
+    Raises:
+        TrainingError: the run was begun with another seed, shards, batch size or compression, or other data.
+        CheckpointError: it is another model's or optimizer's, or damaged.
+    """
+    if manifest.layout != learner.flat.layout.digest:
+        raise CheckpointError(
+            f"version {manifest.version} of run {setup.name!r} is another model's: "
+            "give the run another name, or the same model"
+        )
+    state = await asyncio.to_thread(read_state, parts)
+    wanted = _run_state(setup, Progress(), samples)
+    for name in ("seed", "samples", "batch_size", "shards", "compression", "mode", "aggregation"):
+        if state.get(name, wanted[name]) != wanted[name]:  # an older release did not note them all
+            raise TrainingError(
+                f"run {setup.name!r} was begun with {name} {state.get(name)}, not {wanted[name]}: "
+                "give the run another name, or the same values"
             )
-        state = await asyncio.to_thread(read_state, parts)
-        wanted = self._run_state(Progress(), samples)
-        for name in ("seed", "samples", "batch_size", "shards", "compression", "mode", "aggregation"):
-            if state.get(name, wanted[name]) != wanted[name]:  # an older release did not note them all
-                raise TrainingError(
-                    f"run {self._setup.name!r} was begun with {name} {state.get(name)}, not {wanted[name]}: "
-                    "give the run another name, or the same values"
-                )
-        await compute(self._learner.restore, parts["parameters"], state)
-        losses = LossHistory.read(state["losses"]["first"], state["losses"]["recent"])
-        return Progress(manifest.step, manifest.batch, manifest.skipped, losses)
+    await compute(learner.restore, parts["parameters"], state)
+    losses = LossHistory.read(state["losses"]["first"], state["losses"]["recent"])
+    return Progress(manifest.step, manifest.batch, manifest.skipped, losses)
+
+
+def _run_state(setup: RunSetup, progress: Progress, samples: int) -> dict[str, Any]:
+    return {
+        "seed": setup.seed,
+        "samples": samples,
+        "batch_size": setup.batch_size,
+        "shards": setup.shards,
+        "compression": setup.compression.name,
+        "mode": setup.mode_name,
+        "aggregation": setup.aggregation.name,
+        "losses": asdict(progress.losses),
+    }
 
 
 def _now_ms() -> int:

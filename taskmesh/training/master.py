@@ -26,6 +26,7 @@ from taskmesh.training.data import Sampler
 from taskmesh.training.host import HostMemory
 from taskmesh.training.learner import Learner
 from taskmesh.training.plan import Plan, make_plan
+from taskmesh.training.replay import Point
 from taskmesh.training.setup import RunSetup
 
 log = logging.getLogger("taskmesh.training")
@@ -165,7 +166,13 @@ class Master:
             {"loss": update.loss},
             self._sampler.samples,
             LedgerEntry(
-                version, parent, plan.step, plan.batch, tuple(map(len, plan.shards)), gathered.shares
+                version,
+                parent,
+                plan.step,
+                plan.batch,
+                tuple(map(len, plan.shards)),
+                gathered.shares,
+                gathered.anew,
             ),
         )
         self.progress = progress
@@ -253,6 +260,27 @@ class Master:
         self.progress = await self._committer.roll_back(target, parts, (), self._sampler.samples)
         self._collector.roster.clear_seats(target.step, f"the run went back to step {target.step}")
         self._tell_of_rollback(target, "asked for")
+        return self._committer.version
+
+    async def adopt(self, point: Point, without: str, parent: int, since: int) -> int:
+        """Make a state that was formed without one worker's contributions current, as a new version; its number."""
+        left_out = {*self.progress.skipped, *point.progress.skipped}
+        progress = replace(point.progress, skipped=tuple(sorted(left_out)))
+        await compute(self._learner.restore, point.parameters, point.state)
+        losses = progress.losses.recent
+        entry = LedgerEntry(
+            self._committer.version + 1, parent, progress.step, -1, without=without, since=since
+        )
+        metrics = {"loss": losses[-1]} if losses else {}
+        await self._committer.adopt(progress, metrics, self._sampler.samples, entry)
+        self.progress = progress
+        log.info(
+            "run %s: version %d is version %d formed again without worker %s",
+            self._setup.name,
+            self._committer.version,
+            parent,
+            without,
+        )
         return self._committer.version
 
     async def resume(self) -> None:

@@ -70,13 +70,18 @@ def make_plan(
         drawn = next_batch(drawn, skipped)
         numbers.append(drawn)
         drawn += 1
-    cut = [split(sampler.batch(number), shards) for number in numbers]
+    return plan_of(sampler, step, numbers, shards)
+
+
+def plan_of(sampler: Sampler, step: int, batches: Sequence[int], shards: int) -> Plan:
+    """The plan of update ``step``, from these batches."""
+    cut = [split(sampler.batch(number), shards) for number in batches]
     # A short batch, at the end of a data epoch, may have fewer samples than there are shards.
     width = max(map(len, cut))
     parts = [[pieces[shard] for pieces in cut if shard < len(pieces)] for shard in range(width)]
     return Plan(
         step,
-        tuple(numbers),
+        tuple(batches),
         tuple(tuple(itertools.chain.from_iterable(part)) for part in parts),
         tuple(tuple(map(len, part)) for part in parts),
     )

@@ -15,7 +15,7 @@ from taskmesh.checkpoints.lease import Lease
 from taskmesh.checkpoints.manifest import Manifest
 from taskmesh.checkpoints.retention import Every
 from taskmesh.checkpoints.store import VersionStore
-from taskmesh.errors import BrokerError, CheckpointError, ConfigurationError, TaskmeshError
+from taskmesh.errors import BrokerError, CheckpointError, ConfigurationError, TaskmeshError, TrainingError
 from taskmesh.events import Committed
 from taskmesh.keys import RunKeys, check_name
 from taskmesh.monitoring.status import RunStatus
@@ -29,6 +29,7 @@ from taskmesh.training.compute import compute
 from taskmesh.training.data import Dataset, Sampler
 from taskmesh.training.execution import Execution
 from taskmesh.training.fingerprint import fingerprint
+from taskmesh.training.history import Formed, History, Replayed, Turned
 from taskmesh.training.host import HostMemory, host_name
 from taskmesh.training.learner import Learner, OptimizerMaker, ScheduleMaker
 from taskmesh.training.local import Local, outer_optimizer
@@ -158,6 +159,7 @@ class Trainer:
             not deterministic,
             local,
         )
+        self._recipe = recipe
         shards_here = Shards(mesh, self._setup.keys, recipe)
         options = TaskOptions(queue=name, result_ttl=RESULT_TTL)
         self._gradient = mesh.add_task(shards_here.gradient, f"{name}.gradient", options)
@@ -282,6 +284,78 @@ class Trainer:
         """What formed the newest ``count`` versions, oldest first."""
         return [decode_entry(entry) for entry in await self.store.ledger(count)]
 
+    async def replay(self, from_version: int | None = None, to_version: int | None = None) -> list[Replayed]:
+        """Form versions again in this process, from a checkpoint and the ledger, and compare them with the run's.
+
+        The bits are the run's where this process is like its workers (torch build, numpy, CPU capability, threads).
+
+        Args:
+            from_version: a checkpoint that led to the last one; by default the oldest from which it can be told.
+            to_version: by default the current one.
+
+        Returns:
+            Each version on the way, oldest first; what was rolled back is not on it.
+
+        Raises:
+            CheckpointError: a checkpoint or an entry of the ledger is missing or damaged, or does not lead there.
+            TrainingError: the run was begun with other settings.
+        """
+        return await (await self._history()).replay(from_version, to_version)
+
+    async def form(
+        self,
+        version: int | None = None,
+        *,
+        without: str,
+        since: int | None = None,
+        commit: bool = False,
+    ) -> Formed:
+        """Form a version again without what one worker contributed to it.
+
+        Each step is then the mean over the other shards; one that is all the worker's is not taken. The random numbers,
+        batches and schedule are those of the run.
+
+        Args:
+            version: by default the current one.
+            without: the worker, by its name in the ledger.
+            since: the checkpoint from which its contributions are left out; by default the oldest from which that can
+                be told.
+            commit: make it the current version, as a new one and a checkpoint, while nobody trains.
+
+        Raises:
+            ConfigurationError: the worker contributed nothing.
+            CheckpointError, TrainingError: as ``replay``; or, to commit it, somebody leads the run.
+        """
+        if version is None:
+            version = (await self.store.find()).version
+        formed, point = await (await self._history()).form(version, without, since)
+        if not commit:
+            return formed
+        if self._master is not None:
+            raise TrainingError(f"run {self.name!r} is under way: commit when it has ended")
+
+        async def work(master: Master) -> int:
+            await master.resume()
+            return await master.adopt(point, without, version, formed.since)
+
+        return formed._replace(version=await self._lead(work, 2 * self._setup.lease_ttl))
+
+    async def bisect(
+        self, is_bad: Callable[[nn.Module], bool], *, good: int | None = None, bad: int | None = None
+    ) -> Turned:
+        """Find the version at which a run turned bad, by judging as few of its models as can be.
+
+        Args:
+            is_bad: judges a model in evaluation mode; false up to some version, and true from then on.
+            good: a checkpoint that is not bad; by default the oldest from which the bad one can be formed again.
+            bad: by default the current version.
+
+        Raises:
+            ConfigurationError: the good one is bad already, or the bad one is not.
+            CheckpointError, TrainingError: as ``replay``.
+        """
+        return await (await self._history()).bisect(is_bad, good, bad)
+
     async def indices(self, batch: int) -> Sequence[int]:
         """The sample indices of a batch, by its number in the ledger."""
         return Sampler(self._sampler.samples, self._setup.batch_size, self._setup.seed).batch(batch)
@@ -294,20 +368,29 @@ class Trainer:
         return RunStatus(self.name, current.version, current.step, current.metrics.get("loss"))
 
     def _build(self, manifest: Manifest, parameters: memoryview) -> nn.Module:
-        with drawing():
-            flat = FlatModel(self.model())
+        flat = self._flat_model()
         if flat.layout.digest != manifest.layout:
             raise ConfigurationError(f"version {manifest.version} of run {self.name!r} is another model's")
         flat.load(parameters)
         return flat.model
 
+    def _fill(self, parameters: memoryview) -> nn.Module:
+        flat = self._flat_model()
+        flat.load(parameters)
+        return flat.model
+
+    def _flat_model(self) -> FlatModel:
+        with drawing():
+            return FlatModel(self.model())
+
+    async def _history(self) -> History:
+        return History(self._setup, self._recipe, self.store, await self._make_learner(), self._fill)
+
     async def _lead(self, work: Callable[[Master], Awaitable[R]], timeout: float | None) -> R:
         """Do something as the run's master, under its lease."""
         lease = Lease(self.mesh.client.caller, self._setup.keys, self._setup.lease_ttl)
         # Whoever waits for the lease is ready when it comes: the first optimizer of a process takes a second.
-        learner = await compute(
-            Learner, self.model, self._optimizer, self._schedule, self._setup.seed, self._threads
-        )
+        learner = await self._make_learner()
         token = await lease.acquire(timeout)
         holding = asyncio.create_task(lease.hold(), name="taskmesh lease")
         working = asyncio.create_task(self._work(work, learner, token), name=f"taskmesh run {self.name}")
@@ -328,6 +411,11 @@ class Trainer:
             await asyncio.gather(holding, return_exceptions=True)
             with contextlib.suppress(TaskmeshError):
                 await lease.release()
+
+    async def _make_learner(self) -> Learner:
+        return await compute(
+            Learner, self.model, self._optimizer, self._schedule, self._setup.seed, self._threads
+        )
 
     async def _work(self, work: Callable[[Master], Awaitable[R]], learner: Learner, token: int) -> R:
         store = self.store

@@ -66,5 +66,5 @@ def test_the_version_is_the_package_s() -> None:
 
 
 def test_no_line_of_the_help_is_cut_short() -> None:
-    for arguments in (["--help"], ["dead", "--help"]):
+    for arguments in (["--help"], ["dead", "--help"], ["checkpoints", "--help"], ["runs", "--help"]):
         assert "..." not in CliRunner().invoke(app, arguments).stdout.partition("Commands:")[2]
