@@ -69,15 +69,15 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
     return middle - reach, middle + reach
 
 
-def measure_parity(seeds: int, steps: int) -> dict[str, object]:
+def measure_parity(seeds: int, steps: int, compressions: Sequence[str] = COMPRESSIONS) -> dict[str, object]:
     """Each compression against none."""
     with servers() as both:
-        losses = uvloop.run(_losses(both, (PLAIN, *COMPRESSIONS), seeds, steps))
+        losses = uvloop.run(_losses(both, (PLAIN, *compressions), seeds, steps))
     plain = statistics.fmean(losses[PLAIN])
     margin = MARGIN * plain
     dense_uplink, dense_total = _bytes_a_step(PLAIN)
     figures: dict[str, object] = {}
-    for name in COMPRESSIONS:
+    for name in compressions:
         differences = [one - other for one, other in zip(losses[name], losses[PLAIN], strict=True)]
         low, high = interval(differences)
         uplink, total = _bytes_a_step(name)

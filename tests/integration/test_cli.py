@@ -80,7 +80,7 @@ async def test_it_runs_tasks_and_drains_on_sigterm(
     worker = start("worker", "shop:mesh", "-c", "4")
     await worker.says("serves default, mail")
     handles = await shop.work.submit_many([shop.work.bind(0.3) for _ in range(12)])
-    await wait_until(lambda: not is_settled(plain))
+    await handles[0].result(timeout=20)
     worker.process.send_signal(signal.SIGTERM)
     assert await worker.ends() == 0
     started = 12 - int(plain.xlen("taskmesh:{shop:default:0}:tasks:normal"))

@@ -79,7 +79,7 @@ for i = 1, count do
   local taker
   if mine and kind == 'U' then taker = who_knows(ARGV[at + 2], id) end
   if mine and kind == 'W' then taker = who_knows(ARGV[at + 2], id, ARGV[at + 3]) end
-  if mine and kind == 'P' and ARGV[at + 2] ~= worker and redis.call('HEXISTS', KEYS[6], ARGV[at + 2]) == 1 then
+  if mine and kind == 'P' and ARGV[at + 2] ~= worker and redis.call('HGET', KEYS[6], ARGV[at + 2]) then
     taker = ARGV[at + 2]
   end
   local key
