@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from taskmesh.checkpoints.manifest import Manifest
@@ -160,7 +161,7 @@ class History:
             nonlocal evaluations
             await self._reach(search, place, kept)
             evaluations += 1
-            return await compute(lambda: bool(is_bad(self._build(self._replay.parameters).eval())))
+            return await compute(_judge, is_bad, self._build, self._replay.parameters)
 
         await self._start(way)
         if await judge(0):
@@ -263,3 +264,10 @@ class _Search:
 
 def _pass(way: Sequence[LedgerEntry]) -> None:
     """Without memories, every way can be gone."""
+
+
+def _judge(
+    is_bad: Callable[[nn.Module], bool], build: Callable[[memoryview], nn.Module], parameters: memoryview
+) -> bool:
+    with torch.no_grad():
+        return bool(is_bad(build(parameters).eval()))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from taskmesh.checkpoints.manifest import Manifest, is_whole
 from taskmesh.errors import CheckpointError, TaskmeshError, TrainingError
 from taskmesh.events import Committed, Observers, RolledBack
+from taskmesh.training import saver
 from taskmesh.training.aggregate import Update
 from taskmesh.training.collect import Collector, Gathered
 from taskmesh.training.commit import Committer, LedgerEntry, Progress
@@ -30,7 +31,6 @@ from taskmesh.training.replay import Point
 from taskmesh.training.setup import RunSetup
 
 log = logging.getLogger("taskmesh.training")
-STOP_TIMEOUT = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Master:
         """Asked to stop: no step that was taken is lost, where there is time to keep it."""
         if self._is_between_steps:
             try:
-                async with asyncio.timeout(STOP_TIMEOUT):
+                async with asyncio.timeout(saver.STOP_PATIENCE):
                     await self._committer.end()
             except (TaskmeshError, TimeoutError) as error:
                 log.warning("run %s: its last steps are not kept: %s", self._setup.name, error)
