@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import xxhash
 
+from taskmesh.broker import chunks
 from taskmesh.broker.chunks import CHUNK_BYTES
 from taskmesh.errors import CheckpointError
 from taskmesh.keys import RunKeys
@@ -158,8 +159,7 @@ def checksum_of(piece: bytes | memoryview) -> bytes:
 def is_whole(part: Part, value: memoryview) -> bool:
     """Whether memory of a part's size holds the part."""
     digest = digest_of if part.kept else checksum_of
-    pieces = (value[at : at + CHUNK_BYTES] for at in range(0, len(value), CHUNK_BYTES))
-    return tuple(map(digest, pieces)) == tuple(part.digests)
+    return tuple(map(digest, chunks.split(value))) == part.digests
 
 
 def root_of(digests: Sequence[bytes]) -> bytes:

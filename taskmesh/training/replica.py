@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import logging
 import math
 import threading
@@ -32,6 +31,7 @@ from taskmesh.training.local import Inner, Local
 from taskmesh.training.memory import State
 from taskmesh.training.orders import ShardOrder
 from taskmesh.training.payload import Payload, Take, pack_buffers
+from taskmesh.training.plan import split
 from taskmesh.training.seeds import derive
 
 log = logging.getLogger("taskmesh.training")
@@ -201,9 +201,11 @@ class Replica:
                 )
                 self._model().spread_buffers()
 
-    def _cut(self, indices: Sequence[int]) -> list[Sequence[int]]:
-        """A batch in micro-batches."""
-        return split_evenly(indices, self._micro_batch)
+    def _cut(self, indices: Sequence[int]) -> Sequence[Sequence[int]]:
+        """A batch in micro-batches, as few as there can be."""
+        if self._micro_batch is None:
+            return [indices]
+        return split(indices, -(-len(indices) // self._micro_batch))
 
     def _pass(self, flat: FlatModel, order: ShardOrder, scale: float, payload: Payload) -> tuple[float, int]:
         assert self._backward is not None
@@ -319,15 +321,6 @@ class Replica:
         else:
             flat.spread_buffers()  # the last forward pass has changed them
         return flat
-
-
-def split_evenly(indices: Sequence[int], most: int | None) -> list[Sequence[int]]:
-    """Cut indices into as few parts of at most so many as there can be, of nearly equal length."""
-    if most is None or len(indices) <= most:
-        return [indices]
-    parts = -(-len(indices) // most)
-    ends = [len(indices) * part // parts for part in range(parts + 1)]
-    return [indices[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def sum_and_count(losses: Loss) -> tuple[Tensor, int]:
