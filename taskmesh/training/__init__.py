@@ -2,11 +2,11 @@
 
 from taskmesh.checkpoints.manifest import Manifest
 from taskmesh.checkpoints.retention import Every
-from taskmesh.training.commit import LedgerEntry
 from taskmesh.training.compression import DGC, Compression, Half, Int8, LowRank, NoCompression, TopK
 from taskmesh.training.data import Dataset
 from taskmesh.training.execution import Execution
 from taskmesh.training.history import Formed, Replayed, Turned
+from taskmesh.training.ledger import LedgerEntry
 from taskmesh.training.master import Finished
 from taskmesh.training.modes import LocalSteps, Synchronous
 from taskmesh.training.robust import Mean, Median, TrimmedMean

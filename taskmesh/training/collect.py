@@ -26,6 +26,7 @@ from taskmesh.tensors import FlatLayout
 from taskmesh.training import notes
 from taskmesh.training.aggregate import Pool, Round
 from taskmesh.training.buckets import Bucket, cut
+from taskmesh.training.ledger import Share
 from taskmesh.training.notes import Note
 from taskmesh.training.orders import ShardOrder, ShardResult
 from taskmesh.training.plan import Plan
@@ -49,15 +50,6 @@ class GradientTask(Protocol):
     async def submit_in(self, delay: float, order: ShardOrder, /) -> Handle[ShardResult]: ...
 
     async def submit(self, order: ShardOrder, /) -> Handle[ShardResult]: ...
-
-
-class Share(NamedTuple):
-    """Who contributed a shard: what the ledger says of it."""
-
-    shard: int
-    worker: str
-    task_id: str
-    samples: int
 
 
 class Gathered(NamedTuple):

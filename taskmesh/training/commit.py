@@ -12,83 +12,24 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from taskmesh.checkpoints.manifest import Manifest, Part
 from taskmesh.checkpoints.store import Commit, VersionStore
-from taskmesh.errors import CheckpointError, TrainingError
+from taskmesh.errors import CheckpointError
 from taskmesh.events import Observers
-from taskmesh.training.collect import Share
-from taskmesh.training.compute import compute
 from taskmesh.training.learner import Learner
-from taskmesh.training.rollback import LossHistory
+from taskmesh.training.ledger import LedgerEntry, encode_entry
+from taskmesh.training.progress import Progress, restore, run_state
 from taskmesh.training.room import when_there_is_room
 from taskmesh.training.saver import Saver
 from taskmesh.training.setup import RunSetup
-from taskmesh.training.snapshot import read_state
 
 log = logging.getLogger("taskmesh.training")
 Loaded = tuple[Manifest, dict[str, memoryview]]
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a run stands.
-
-    Attributes:
-        step: updates that the parameters have seen.
-        drawn: batches that were drawn, skipped ones included: the number of the next one.
-        skipped: batches that are left out.
-    """
-
-    step: int = 0
-    drawn: int = 0
-    skipped: tuple[int, ...] = ()
-    losses: LossHistory = field(default_factory=LossHistory)
-
-
-class LedgerEntry(msgspec.Struct, frozen=True):
-    """What formed a version: the run's ledger has one for each commit, rollbacks included.
-
-    Attributes:
-        batch: the number of the batch, or of the first of several; -1 for a rollback.
-        parent: the version that it was formed from; of a rollback, the one restored.
-        shares: shard, worker, task and samples of each contribution.
-        anew: the shards whose compression remembers, and began with nothing.
-        digest: of the parameters as they were committed (``Part.root``); empty for a rollback.
-        without: the worker whose contributions were left out since version ``since``, where the parent was formed again
-            so.
-    """
-
-    version: int
-    parent: int
-    step: int
-    batch: int
-    samples: tuple[int, ...] = ()
-    shares: tuple[Share, ...] = ()
-    anew: tuple[int, ...] = ()
-    digest: bytes = b""
-    without: str = ""
-    since: int = 0
-
-
-_encode_entry = msgspec.msgpack.Encoder().encode
-_decode_entry = msgspec.msgpack.Decoder(LedgerEntry).decode
-
-
-def decode_entry(data: bytes) -> LedgerEntry:
-    """Read an entry of the ledger.
-
-    Raises:
-        CheckpointError: the bytes are not one.
-    """
-    try:
-        return _decode_entry(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"an entry of the ledger is damaged: {error}") from None
 
 
 class Committer:
@@ -237,9 +178,9 @@ class Committer:
             skipped=progress.skipped,
             at_ms=_now_ms(),
         )
-        ledger = b"" if entry is None else _encode_entry(msgspec.structs.replace(entry, digest=part.root))
+        ledger = b"" if entry is None else encode_entry(msgspec.structs.replace(entry, digest=part.root))
         await self._flip(Commit(manifest, ledger=ledger))
-        self._state = _run_state(self._setup, progress, samples)
+        self._state = run_state(self._setup, progress, samples)
 
     async def adopt(
         self, progress: Progress, metrics: Mapping[str, float], samples: int, entry: LedgerEntry
@@ -302,7 +243,7 @@ class Committer:
         kept = [*(await self._store.kept()), manifest]
         stay = self._setup.checkpoint.retained(kept)
         dropped = [old for old in kept if old.version not in stay]
-        await self._flip(Commit(manifest, dropped, _encode_entry(entry)))
+        await self._flip(Commit(manifest, dropped, encode_entry(entry)))
         self._saver.newest = manifest
         if self._saver.mirror is not None:
             self._saver.mirror_copy(manifest, parts)
@@ -351,46 +292,6 @@ class Committer:
 
     async def _restore(self, manifest: Manifest, parts: Mapping[str, memoryview], samples: int) -> Progress:
         return await restore(self._setup, self._learner, manifest, parts, samples)
-
-
-async def restore(
-    setup: RunSetup, learner: Learner, manifest: Manifest, parts: Mapping[str, memoryview], samples: int
-) -> Progress:
-    """Let a learner go back to a checkpoint of its run.
-
-    Raises:
-        TrainingError: the run was begun with another seed, shards, batch size or compression, or other data.
-        CheckpointError: it is another model's or optimizer's, or damaged.
-    """
-    if manifest.layout != learner.flat.layout.digest:
-        raise CheckpointError(
-            f"version {manifest.version} of run {setup.name!r} is another model's: "
-            "give the run another name, or the same model"
-        )
-    state = await asyncio.to_thread(read_state, parts)
-    wanted = _run_state(setup, Progress(), samples)
-    for name in ("seed", "samples", "batch_size", "shards", "compression", "mode", "aggregation"):
-        if state.get(name, wanted[name]) != wanted[name]:  # an older release did not note them all
-            raise TrainingError(
-                f"run {setup.name!r} was begun with {name} {state.get(name)}, not {wanted[name]}: "
-                "give the run another name, or the same values"
-            )
-    await compute(learner.restore, parts["parameters"], state)
-    losses = LossHistory.read(state["losses"]["first"], state["losses"]["recent"])
-    return Progress(manifest.step, manifest.batch, manifest.skipped, losses)
-
-
-def _run_state(setup: RunSetup, progress: Progress, samples: int) -> dict[str, Any]:
-    return {
-        "seed": setup.seed,
-        "samples": samples,
-        "batch_size": setup.batch_size,
-        "shards": setup.shards,
-        "compression": setup.compression.name,
-        "mode": setup.mode_name,
-        "aggregation": setup.aggregation.name,
-        "losses": asdict(progress.losses),
-    }
 
 
 def _now_ms() -> int:

@@ -11,9 +11,10 @@ from torch import nn
 from taskmesh.checkpoints.manifest import Manifest
 from taskmesh.checkpoints.store import LEDGER_ENTRIES, VersionStore
 from taskmesh.errors import CheckpointError, ConfigurationError
-from taskmesh.training.commit import LedgerEntry, decode_entry, restore
 from taskmesh.training.compute import compute
 from taskmesh.training.learner import Learner
+from taskmesh.training.ledger import LedgerEntry, decode_entry
+from taskmesh.training.progress import restore
 from taskmesh.training.replay import Point, Replay, check_memories, choose_start, lineage, way_between
 from taskmesh.training.replica import Recipe
 from taskmesh.training.setup import RunSetup

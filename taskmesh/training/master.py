@@ -21,12 +21,14 @@ from taskmesh.events import Committed, Observers, RolledBack
 from taskmesh.training import saver
 from taskmesh.training.aggregate import Update
 from taskmesh.training.collect import Collector, Gathered
-from taskmesh.training.commit import Committer, LedgerEntry, Progress
+from taskmesh.training.commit import Committer
 from taskmesh.training.compute import compute
 from taskmesh.training.data import Sampler
 from taskmesh.training.host import HostMemory
 from taskmesh.training.learner import Learner
+from taskmesh.training.ledger import LedgerEntry
 from taskmesh.training.plan import Plan, make_plan
+from taskmesh.training.progress import Progress
 from taskmesh.training.replay import Point
 from taskmesh.training.setup import RunSetup
 

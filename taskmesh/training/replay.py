@@ -18,13 +18,14 @@ from taskmesh.checkpoints.manifest import Part, checksum_of, digest_of, root_of
 from taskmesh.errors import CheckpointError, TrainingError
 from taskmesh.training.aggregate import Pool, Round, Update
 from taskmesh.training.buckets import cut
-from taskmesh.training.collect import KEPT_ARRAYS, Share, new_round
-from taskmesh.training.commit import LedgerEntry, Progress
+from taskmesh.training.collect import KEPT_ARRAYS, new_round
 from taskmesh.training.data import Sampler
 from taskmesh.training.learner import Learner
+from taskmesh.training.ledger import LedgerEntry, Share
 from taskmesh.training.memory import State
 from taskmesh.training.orders import ShardOrder, ShardResult
 from taskmesh.training.plan import Plan, plan_of
+from taskmesh.training.progress import Progress
 from taskmesh.training.receive import Receipt
 from taskmesh.training.replica import Computed, Recipe, Replica
 from taskmesh.training.setup import RunSetup

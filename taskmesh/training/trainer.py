@@ -22,7 +22,7 @@ from taskmesh.monitoring.status import RunStatus
 from taskmesh.tasks import Retry, TaskOptions
 from taskmesh.tensors import FlatModel, drawing
 from taskmesh.training.collect import Collector
-from taskmesh.training.commit import Committer, LedgerEntry, decode_entry
+from taskmesh.training.commit import Committer
 from taskmesh.training.compatibility import check
 from taskmesh.training.compression import Compression, Int8
 from taskmesh.training.compute import compute
@@ -32,6 +32,7 @@ from taskmesh.training.fingerprint import fingerprint
 from taskmesh.training.history import Formed, History, Replayed, Turned
 from taskmesh.training.host import HostMemory, host_name
 from taskmesh.training.learner import Learner, OptimizerMaker, ScheduleMaker
+from taskmesh.training.ledger import LedgerEntry, decode_entry
 from taskmesh.training.local import Local, outer_optimizer
 from taskmesh.training.master import Finished, Master
 from taskmesh.training.modes import LocalSteps, Mode, Synchronous

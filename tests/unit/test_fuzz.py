@@ -22,7 +22,7 @@ from taskmesh.errors import CheckpointError, DecodeError
 from taskmesh.keys import PartitionKeys, RunKeys
 from taskmesh.messages import Message
 from taskmesh.signing import Signer
-from taskmesh.training.commit import LedgerEntry, decode_entry
+from taskmesh.training.ledger import LedgerEntry, decode_entry
 from tests.hostile import HEAD, Damage, bombs
 from tests.unit.test_codec import CASES, encode
 

@@ -1,0 +1,72 @@
+"""Where a run stands: what a checkpoint holds of it beside the learner, and back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from taskmesh.checkpoints.manifest import Manifest
+from taskmesh.errors import CheckpointError, TrainingError
+from taskmesh.training.compute import compute
+from taskmesh.training.learner import Learner
+from taskmesh.training.rollback import LossHistory
+from taskmesh.training.setup import RunSetup
+from taskmesh.training.snapshot import read_state
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        step: updates that the parameters have seen.
+        drawn: batches that were drawn, skipped ones included: the number of the next one.
+        skipped: batches that are left out.
+    """
+
+    step: int = 0
+    drawn: int = 0
+    skipped: tuple[int, ...] = ()
+    losses: LossHistory = field(default_factory=LossHistory)
+
+
+async def restore(
+    setup: RunSetup, learner: Learner, manifest: Manifest, parts: Mapping[str, memoryview], samples: int
+) -> Progress:
+    """Let a learner go back to a checkpoint of its run.
+
+    Raises:
+        TrainingError: the run was begun with another seed, shards, batch size or compression, or other data.
+        CheckpointError: it is another model's or optimizer's, or damaged.
+    """
+    if manifest.layout != learner.flat.layout.digest:
+        raise CheckpointError(
+            f"version {manifest.version} of run {setup.name!r} is another model's: "
+            "give the run another name, or the same model"
+        )
+    state = await asyncio.to_thread(read_state, parts)
+    wanted = run_state(setup, Progress(), samples)
+    for name in ("seed", "samples", "batch_size", "shards", "compression", "mode", "aggregation"):
+        if state.get(name, wanted[name]) != wanted[name]:  # an older release did not note them all
+            raise TrainingError(
+                f"run {setup.name!r} was begun with {name} {state.get(name)}, not {wanted[name]}: "
+                "give the run another name, or the same values"
+            )
+    await compute(learner.restore, parts["parameters"], state)
+    losses = LossHistory.read(state["losses"]["first"], state["losses"]["recent"])
+    return Progress(manifest.step, manifest.batch, manifest.skipped, losses)
+
+
+def run_state(setup: RunSetup, progress: Progress, samples: int) -> dict[str, Any]:
+    return {
+        "seed": setup.seed,
+        "samples": samples,
+        "batch_size": setup.batch_size,
+        "shards": setup.shards,
+        "compression": setup.compression.name,
+        "mode": setup.mode_name,
+        "aggregation": setup.aggregation.name,
+        "losses": asdict(progress.losses),
+    }
