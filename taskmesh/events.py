@@ -69,7 +69,13 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """One training step became a version."""
+    """One training step became a version.
+
+    Attributes:
+        uplink_bytes: payloads of its shards, as they came.
+        dense_bytes: what they would have been as fp32.
+        downlink_bytes: what a worker fetches to have the version.
+    """
 
     run: str
     version: int
@@ -78,6 +84,7 @@ class Committed:
     seconds: float
     uplink_bytes: int
     dense_bytes: int
+    downlink_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

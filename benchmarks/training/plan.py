@@ -59,6 +59,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = NEVER
     seed: int = 0
     compression: str = "none"
+    downlink: str = ""  # parameters
     checkpoint_every: int = NEVER
     workers: int = 0
     marks: str = ""

@@ -178,6 +178,7 @@ def make_trainer(mesh: Mesh, plan: Plan, work: Work) -> Trainer:
         shards=plan.shards,
         batch_size=plan.batch,
         compression=COMPRESSIONS[plan.compression](),
+        downlink=COMPRESSIONS[plan.downlink]() if plan.downlink else None,
         checkpoint=Every(steps=plan.checkpoint_every),
         seed=plan.seed,
     )

@@ -131,7 +131,7 @@ class VersionReader:
         last: CheckpointError | None = None
         for _ in range(3):  # a version that is not kept may give way to the next one under the reader's eyes
             current = await self.current()
-            if current is None:
+            if current is None or "update" in current.parts:
                 break
             try:
                 return current, await self.load(current.parts["parameters"])

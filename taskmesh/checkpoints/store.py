@@ -57,6 +57,25 @@ class VersionStore(VersionReader):
         await chunks.put(self._bulk, part.keys(self.keys), pieces, TRANSIENT_TTL_MS)
         return part
 
+    async def write_update(
+        self, version: int, token: int, update: bytes, value: memoryview
+    ) -> dict[str, Part]:
+        """Write what leads to a version's parameters instead of them.
+
+        Args:
+            value: the parameters, of which only the digests are taken.
+
+        Returns:
+            The parts "update" and "parameters".
+
+        Raises:
+            BrokerFull: the server has no room.
+        """
+        part = await self.write(version, token, update)
+        digests = await _digests(False, chunks.split(value))
+        unwritten = Part(False, version, token, len(part.digests), len(value), digests)
+        return {"update": part, "parameters": unwritten}
+
     async def commit(self, commit: Commit, token: int) -> None:
         """Make a version current; one that is kept (a rollback's, with the chunks of another) is in the history too.
 
@@ -80,7 +99,7 @@ class VersionStore(VersionReader):
             ),
         )
         if not done and not manifest.kept:
-            await self.forget(manifest.parts["parameters"])
+            await self.forget(manifest.parts.get("update", manifest.parts["parameters"]))
         self._hold(bool(done), token)
         if dropped:
             await self.sweep(token)

@@ -111,13 +111,18 @@ class Collector:
         self.roster = Roster(setup, client, observers)
         self._gathering: _Gathering | None = None
 
-    async def gather(self, plan: Plan, version: int, parameters: Part) -> Gathered:
+    async def gather(
+        self, plan: Plan, version: int, parameters: Part, update: Part | None = None
+    ) -> Gathered:
         """Publish a step's shards and collect them.
+
+        Args:
+            update: what leads to the version's parameters, where they do not travel.
 
         Raises:
             TrainingError: a shard's handler raised again and again; the message holds the remote traceback.
         """
-        gathering = self._gathering = _Gathering(self, plan, version, parameters)
+        gathering = self._gathering = _Gathering(self, plan, version, parameters, update)
         try:
             return await gathering.run()
         finally:
@@ -136,12 +141,15 @@ class Collector:
 class _Gathering:
     """One step's round."""
 
-    def __init__(self, collector: Collector, plan: Plan, version: int, parameters: Part) -> None:
+    def __init__(
+        self, collector: Collector, plan: Plan, version: int, parameters: Part, update: Part | None
+    ) -> None:
         self._collector = collector
         self._setup = collector.setup
         self._plan = plan
         self._version = version
         self._parameters = parameters
+        self._update = update
         self._round = new_round(self._setup, len(plan.shards), collector.buckets, collector.pool)
         self._handles: list[tuple[int, Handle[ShardResult]]] = []
         self._ended: set[str] = set()
@@ -210,6 +218,7 @@ class _Gathering:
             self._setup.fingerprint,
             roster.quarantined,
             *roster.seat_of(shard),
+            self._update,
         )
         offenders: list[str] = []
         while True:
@@ -261,7 +270,10 @@ class _Gathering:
                 order = self._begin_anew(order, f"worker {order.holder} is gone")
             elif result.status == "gone" and republications < MAX_REPUBLICATIONS:
                 republications += 1
-                order = dataclasses.replace(order, parameters=await self._collector.republish())
+                parameters = await self._collector.republish()
+                order = dataclasses.replace(
+                    order, parameters=parameters, update=None if parameters.kept else order.update
+                )
             else:
                 return _Answer(result.worker, await self._take(order, handle, result))
 

@@ -9,6 +9,7 @@ last before the run ends.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ from taskmesh.checkpoints.manifest import Manifest, Part
 from taskmesh.checkpoints.store import Commit, VersionStore
 from taskmesh.errors import CheckpointError
 from taskmesh.events import Observers
+from taskmesh.training import downlink
+from taskmesh.training.downlink import Step
 from taskmesh.training.learner import Learner
 from taskmesh.training.ledger import LedgerEntry, encode_entry
 from taskmesh.training.progress import Progress, restore, run_state
@@ -29,6 +32,8 @@ from taskmesh.training.saver import Saver
 from taskmesh.training.setup import RunSetup
 
 log = logging.getLogger("taskmesh.training")
+RECENT = 8  # steps that stay for workers that are a little behind, whatever checkpoints there are
+MOST = 64  # steps that stay at once
 Loaded = tuple[Manifest, dict[str, memoryview]]
 
 
@@ -49,14 +54,22 @@ class Committer:
         self._saver = Saver(setup, store, learner, token, observers)
         self.current: Manifest | None = None
         self._version = 0  # of the newest commit, whoever made it
+        self._steps: list[Part] = []  # those of versions before the current one that are on the server
         self._state: dict[str, Any] = {}  # what the current version's successors depend on beside the learner
         self._due_at = store.clock.monotonic()
+        self._keeping = asyncio.Lock()
 
     @property
     def parameters(self) -> Part:
         """The current version's parameters, for the workers."""
         assert self.current is not None
         return self.current.parts["parameters"]
+
+    @property
+    def update(self) -> Part | None:
+        """What leads to the current version's parameters, where they do not travel themselves."""
+        assert self.current is not None
+        return self.current.parts.get("update")
 
     @property
     def version(self) -> int:
@@ -74,7 +87,7 @@ class Committer:
         if newest is not None:
             self._version = newest.version
             if not newest.kept:
-                await self._store.forget(newest.parts["parameters"])
+                await self._store.forget(newest.parts.get("update", newest.parts["parameters"]))
         found, mirrored = await self._find()
         if found is None:
             return await self._begin_anew(mirrored, 0 if newest is None else newest.version + 1, samples)
@@ -161,9 +174,8 @@ class Committer:
         samples: int,
         entry: LedgerEntry | None,
     ) -> None:
-        view = self._learner.flat.view()
-        part = await when_there_is_room(
-            lambda: self._store.write(version, self._token, view), f"run {self._setup.name}"
+        parts = await when_there_is_room(
+            functools.partial(self._write, version, progress.step), f"run {self._setup.name}"
         )
         manifest = Manifest(
             version=version,
@@ -173,14 +185,24 @@ class Committer:
             token=self._token,
             kept=False,
             layout=self._learner.flat.layout.digest,
-            parts={"parameters": part},
+            parts=parts,
             metrics=metrics,
             skipped=progress.skipped,
             at_ms=_now_ms(),
         )
-        ledger = b"" if entry is None else encode_entry(msgspec.structs.replace(entry, digest=part.root))
+        digest = parts["parameters"].root
+        ledger = b"" if entry is None else encode_entry(msgspec.structs.replace(entry, digest=digest))
         await self._flip(Commit(manifest, ledger=ledger))
         self._state = run_state(self._setup, progress, samples)
+
+    async def _write(self, version: int, step: int) -> dict[str, Part]:
+        """Write what the workers need for a version: the parameters, or the step that led to them."""
+        view, sent = self._learner.flat.view(), self._learner.sent
+        if sent is None:
+            return {"parameters": await self._store.write(version, self._token, view)}
+        assert self.current is not None
+        taken = Step(self.current.version, self.update, step, sent)
+        return await self._store.write_update(version, self._token, downlink.encode(taken), view)
 
     async def adopt(
         self, progress: Progress, metrics: Mapping[str, float], samples: int, entry: LedgerEntry
@@ -250,7 +272,12 @@ class Committer:
         return progress
 
     async def republish(self) -> Part:
-        """Write the current parameters again: the server has lost them, or holds something else."""
+        """Let the current parameters be had again: the server has lost them, or holds something else.
+
+        Where only steps travel, that is by a checkpoint, from which workers may begin.
+        """
+        if self.update is not None:
+            return (await self._keep_current()).parts["parameters"]
         part, view = self.parameters, self._learner.flat.view()
         await when_there_is_room(
             lambda: self._store.rewrite(part, view, self._token), f"run {self._setup.name}"
@@ -266,15 +293,20 @@ class Committer:
         await self._saver.wait()
         assert self.current is not None
         if not self.current.kept:
-            kept = self._saver.newest
-            if kept is None or kept.version != self.current.version:
+            before, self.current = self.current, await self._keep_current()
+            await self._let_go(before)
+        return self.current
+
+    async def _keep_current(self) -> Manifest:
+        """The current version as a checkpoint, which it may be already."""
+        async with self._keeping:
+            await self._saver.wait()
+            assert self.current is not None
+            if self._saver.newest is None or self._saver.newest.version != self.current.version:
                 await self._keep()
                 await self._saver.wait()
-                kept = self._saver.newest
-            assert kept is not None
-            await self._store.forget(self.parameters)
-            self.current = kept
-        return self.current
+            assert self._saver.newest is not None
+            return self._saver.newest
 
     async def close(self) -> None:
         """The run ends, however it ends: a checkpoint on its way is completed first, within half a minute."""
@@ -284,7 +316,31 @@ class Committer:
         await self._store.commit(commit, self._token)
         before, self.current, self._version = self.current, commit.manifest, commit.manifest.version
         if before is not None and not before.kept:
+            await self._let_go(before)
+
+    async def _let_go(self, before: Manifest) -> None:
+        """A version gives way to the current one: unlink what nobody needs of it."""
+        assert self.current is not None
+        if "update" not in before.parts:
             await self._store.forget(before.parts["parameters"])
+            return
+        self._steps.append(before.parts["update"])
+        for part in self._unneeded():
+            await self._store.forget(part)
+            self._steps.remove(part)
+
+    def _unneeded(self) -> list[Part]:
+        """The steps that no worker goes on by: it begins at a checkpoint, or is not so far behind."""
+        assert self.current is not None
+        if self.current.kept:
+            return list(self._steps)
+        kept = -1 if self._saver.newest is None else self._saver.newest.version
+        newest_first = enumerate(reversed(self._steps))
+        return [
+            part
+            for place, part in newest_first
+            if place >= MOST or (place >= RECENT and part.version <= kept)
+        ]
 
     def _skipped(self, target: Manifest) -> set[int]:
         """The batches left out so far: what was bad stays left out, whichever version the run goes back to."""

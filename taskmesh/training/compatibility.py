@@ -20,6 +20,7 @@ from taskmesh.training.robust import Aggregation, Mean
 def check(
     mode: Mode,
     compression: Compression,
+    downlink: Compression | None,
     aggregation: Aggregation,
     execution: Execution,
     optimizer: OptimizerMaker,
@@ -43,6 +44,11 @@ def check(
             f"local steps and compression {compression.name}",
             "its momentum is that of gradients; what local steps send are changes of parameters",
             isinstance(mode, LocalSteps) and isinstance(compression, DGC),
+        ),
+        (
+            f"downlink {'' if downlink is None else downlink.name}",
+            "its momentum is that of one shard's gradients; what goes down is the mean of all",
+            isinstance(downlink, DGC),
         ),
         (
             "local steps and precision fp16",

@@ -101,11 +101,11 @@ class HostMemory:
         self._offered: Held | None = None
         weakref.finalize(self, _leave, self._folder, self._files)
 
-    async def hold(self, digest: bytes, size: int, fill: Fill, check: Check) -> Held | None:
+    async def hold(self, digest: bytes, size: int, fill: Fill | None, check: Check) -> Held | None:
         """A value, by its digest. None when there is no room for it.
 
         Args:
-            fill: brings it where nobody on this machine has.
+            fill: brings it where nobody on this machine has; None to do without it then.
             check: whether memory holds it.
 
         Raises:
@@ -116,7 +116,7 @@ class HostMemory:
         try:
             files = self._open(size)
             found = self._find(files, digest, check)
-            if found is not None:
+            if found is not None or fill is None:
                 return found
             async with self._alone():
                 return self._find(files, digest, check) or await self._bring(files, digest, fill, check)

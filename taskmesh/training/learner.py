@@ -16,8 +16,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from taskmesh.errors import CheckpointError
 from taskmesh.tensors import FlatModel, drawing, is_finite
-from taskmesh.training.aggregate import Update
+from taskmesh.training.aggregate import Update, Values
+from taskmesh.training.compression.base import Compression
 from taskmesh.training.compute import use_threads
+from taskmesh.training.downlink import Downlink, Sent, Step
 from taskmesh.training.seeds import derive
 
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -25,7 +27,16 @@ ScheduleMaker = Callable[[Optimizer], LRScheduler]
 
 
 class Learner:
-    """Parameters, optimizer and schedule of one run."""
+    """Parameters, optimizer and schedule of one run.
+
+    Args:
+        downlink: by what the gradients are compressed by which all holders of the parameters step; None where only the
+            master steps.
+
+    Attributes:
+        downlink: compresses and reads them.
+        sent: by what the last step was taken; None before it, and without a downlink.
+    """
 
     def __init__(
         self,
@@ -34,6 +45,7 @@ class Learner:
         schedule: ScheduleMaker | None,
         seed: int,
         threads: int,
+        downlink: Compression | None = None,
     ) -> None:
         with drawing(derive(seed, "model", bits=64)):
             self.flat = FlatModel(build().float())
@@ -41,12 +53,33 @@ class Learner:
         self._threads = threads
         self._optimizer = optimizer(self.flat.model.parameters())
         self._schedule = None if schedule is None else schedule(self._optimizer)
+        self.downlink = None if downlink is None else Downlink(downlink, self.flat.layout, seed)
+        self.sent: Sent | None = None
+        self._received: Values | None = None
 
     def apply(self, update: Update, step: int) -> str | None:
         """Take one step. Returns why the parameters that it led to cannot be used; None when they can.
 
         The optimizer draws the same random numbers in the same step (should it draw any).
         """
+        if self.downlink is not None:
+            if not np.isfinite(update.gradient).all():
+                return "the mean gradient is not finite"
+            self.sent = self.downlink.compress(update, step)
+        return self._step(update, step)
+
+    def follow(self, step: Step) -> None:
+        """Take a step that a master has taken.
+
+        Raises:
+            DecodeError: it is damaged, or made with another compression.
+        """
+        assert self.downlink is not None
+        if self._received is None:
+            self._received = np.empty(self.flat.layout.parameter_count, np.float32)
+        self._step(self.downlink.read(step.sent, self._received), step.step)
+
+    def _step(self, update: Update, step: int) -> str | None:
         use_threads(self._threads)
         flat = self.flat
         flat.use_gradient(torch.from_numpy(update.gradient))
@@ -81,7 +114,14 @@ class Learner:
     def state(self) -> dict[str, Any]:
         """What the next steps depend on beside the parameters."""
         schedule = None if self._schedule is None else self._schedule.state_dict()
-        return {"kinds": self._kinds(), "optimizer": self._optimizer.state_dict(), "schedule": schedule}
+        state: dict[str, Any] = {
+            "kinds": self._kinds(),
+            "optimizer": self._optimizer.state_dict(),
+            "schedule": schedule,
+        }
+        if self.downlink is not None:
+            state["unsent"] = self.downlink.state()
+        return state
 
     def _kinds(self) -> list[str]:
         """What the optimizer and the schedule are: torch loads one's state into another without a word."""
@@ -98,6 +138,9 @@ class Learner:
                 f"the checkpoint's optimizer or schedule is another one: {state.get('kinds')}, not {self._kinds()}"
             )
         self.flat.load(parameters)
+        self.sent = None
+        if self.downlink is not None:
+            self.downlink.restore(state.get("unsent"))
         try:
             self._optimizer.load_state_dict(state["optimizer"])
             if self._schedule is not None:

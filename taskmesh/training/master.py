@@ -148,7 +148,8 @@ class Master:
         )
 
     async def _publish_and_collect(self, plan: Plan) -> Gathered:
-        return await self._collector.gather(plan, self._committer.version, self._committer.parameters)
+        committer = self._committer
+        return await self._collector.gather(plan, committer.version, committer.parameters, committer.update)
 
     def _decide(self, gathered: Gathered) -> str | None:
         """Why the step must not be taken; None when it may."""
@@ -183,7 +184,14 @@ class Master:
         dense_bytes = 4 * self._learner.flat.layout.float_count * len(plan.shards)
         seconds = time.monotonic() - started
         event = Committed(
-            self._setup.name, version, plan.step, update.loss, seconds, gathered.uplink_bytes, dense_bytes
+            self._setup.name,
+            version,
+            plan.step,
+            update.loss,
+            seconds,
+            gathered.uplink_bytes,
+            dense_bytes,
+            (self._committer.update or self._committer.parameters).size_bytes,
         )
         self._observers.emit(event)
         return event

@@ -21,6 +21,7 @@ class ShardOrder:
         avoid: workers that leave it to others.
         holder: the worker that has what the shard's compression remembers; "" for any.
         memory: the name of what it is to go on from; "" for nothing.
+        update: what leads to these parameters from those before them, where they do not travel themselves.
     """
 
     version: int
@@ -35,6 +36,7 @@ class ShardOrder:
     avoid: tuple[str, ...] = ()
     holder: str = ""
     memory: str = ""
+    update: Part | None = None
 
     def batches(self) -> list[tuple[int, ...]]:
         """The indices of each batch."""

@@ -31,26 +31,31 @@ class Versions:
     """Versions that are here. Memory is only written into again when nobody uses it.
 
     Args:
-        load: brings a version's bytes into memory of its size.
+        load: brings a version's bytes into memory of its size; it is given what leads to the version, too.
         host: where other workers on this machine may have them already.
     """
 
-    def __init__(self, load: Callable[[Part, memoryview], Awaitable[object]], host: HostMemory) -> None:
+    def __init__(
+        self, load: Callable[[Part, Part | None, memoryview], Awaitable[object]], host: HostMemory
+    ) -> None:
         self._load = load
         self._host = host
         self._versions: OrderedDict[Part, _Version] = OrderedDict()
         self._spare: list[memoryview] = []
 
     @contextlib.asynccontextmanager
-    async def use(self, part: Part) -> AsyncIterator[memoryview]:
+    async def use(self, part: Part, update: Part | None = None) -> AsyncIterator[memoryview]:
         """A version's bytes, which stay what they are meanwhile.
+
+        Args:
+            update: what leads to it from the version before it, where its bytes do not travel.
 
         Raises:
             CheckpointError: they are gone, or damaged.
         """
         version = self._versions.get(part)
         if version is None or _has_failed(version.fetch):
-            version = self._begin(part)
+            version = self._begin(part, update)
         version.users += 1
         try:
             yield (await asyncio.shield(version.fetch)).data
@@ -59,23 +64,28 @@ class Versions:
             if self._versions.get(part) is not version:
                 self._retire(version)
 
-    def _begin(self, part: Part) -> _Version:
+    def _begin(self, part: Part, update: Part | None) -> _Version:
         replaced = self._versions.pop(part, None)
-        version = self._versions[part] = _Version(asyncio.ensure_future(self._bring(part)))
+        version = self._versions[part] = _Version(asyncio.ensure_future(self._bring(part, update)))
         if replaced is not None:
             self._retire(replaced)
         while len(self._versions) > CACHED:
             self._retire(self._versions.popitem(last=False)[1])
         return version
 
-    async def _bring(self, part: Part) -> Held:
+    async def _bring(self, part: Part, update: Part | None) -> Held:
+        fill = functools.partial(self._load, part, update)
+        # Each process that follows takes every step itself: one that let another take some would be left behind.
         shared = await self._host.hold(
-            part.root, part.size_bytes, lambda into: self._load(part, into), functools.partial(is_whole, part)
+            part.root,
+            part.size_bytes,
+            fill if update is None else None,
+            functools.partial(is_whole, part),
         )
         if shared is not None:
             return shared
         data = self._take(part.size_bytes)
-        await self._load(part, data)
+        await fill(data)
         return Held(data, lambda: self._give(data))
 
     def _take(self, size: int) -> memoryview:

@@ -48,7 +48,7 @@ async def restore(
         )
     state = await asyncio.to_thread(read_state, parts)
     wanted = run_state(setup, Progress(), samples)
-    for name in ("seed", "samples", "batch_size", "shards", "compression", "mode", "aggregation"):
+    for name in ("seed", "samples", "batch_size", "shards", "compression", "downlink", "mode", "aggregation"):
         if state.get(name, wanted[name]) != wanted[name]:  # an older release did not note them all
             raise TrainingError(
                 f"run {setup.name!r} was begun with {name} {state.get(name)}, not {wanted[name]}: "
@@ -66,6 +66,7 @@ def run_state(setup: RunSetup, progress: Progress, samples: int) -> dict[str, An
         "batch_size": setup.batch_size,
         "shards": setup.shards,
         "compression": setup.compression.name,
+        "downlink": setup.downlink_name,
         "mode": setup.mode_name,
         "aggregation": setup.aggregation.name,
         "losses": asdict(progress.losses),

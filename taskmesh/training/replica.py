@@ -27,6 +27,7 @@ from taskmesh.training.compression.base import Compression
 from taskmesh.training.compute import use_threads
 from taskmesh.training.data import Dataset
 from taskmesh.training.execution import Execution, is_out_of_memory, to_device
+from taskmesh.training.learner import Learner
 from taskmesh.training.local import Inner, Local
 from taskmesh.training.memory import State
 from taskmesh.training.orders import ShardOrder
@@ -51,6 +52,8 @@ class Recipe(NamedTuple):
         execution: how shards are computed.
         may_split: a worker that runs out of memory may compute a shard in smaller parts.
         local: what a shard steps with, where it takes steps of its own.
+        follow: makes a copy of the master's optimizer and what it needs, to step by what the master sends; None where
+            it sends parameters.
     """
 
     run: str
@@ -65,6 +68,7 @@ class Recipe(NamedTuple):
     execution: Execution
     may_split: bool
     local: Local | None
+    follow: Callable[[], Learner] | None
 
 
 class Computed(NamedTuple):

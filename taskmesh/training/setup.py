@@ -25,6 +25,8 @@ class RunSetup:
         fingerprint: what this process's bits depend on; "" where the run may have any.
         execution: how shards are computed, in words.
         aggregation: how the gradients of a step's shards become one.
+        downlink: by what gradients are compressed on their way to the workers, who step by them as the master does;
+            None where the parameters themselves travel.
     """
 
     keys: RunKeys
@@ -40,6 +42,7 @@ class RunSetup:
     fingerprint: str
     execution: str
     aggregation: Aggregation
+    downlink: Compression | None
 
     def __post_init__(self) -> None:
         if self.shards < 1:
@@ -52,6 +55,7 @@ class RunSetup:
             f"seed {self.seed}",
             f"{self.samples} samples",
             f"compression {self.compression.name}",
+            f"downlink {self.downlink_name}",
             self.mode_name,
             self.execution,
         )
@@ -61,6 +65,11 @@ class RunSetup:
     def mode_name(self) -> str:
         """What workers must know of the mode."""
         return f"{self.mode.steps} local steps" if isinstance(self.mode, LocalSteps) else "one step"
+
+    @property
+    def downlink_name(self) -> str:
+        """What travels to the workers, in words."""
+        return "of parameters" if self.downlink is None else self.downlink.name
 
     @property
     def batches(self) -> int:

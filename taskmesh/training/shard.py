@@ -21,6 +21,7 @@ from taskmesh.keys import RunKeys
 from taskmesh.tasks import Context
 from taskmesh.training import notes
 from taskmesh.training.compute import compute
+from taskmesh.training.follower import Follower
 from taskmesh.training.host import HostMemory, host_name
 from taskmesh.training.memory import Memories, State
 from taskmesh.training.notes import Note
@@ -46,6 +47,7 @@ class Shards:
         self._gradients = Gradients()
         self._memories = Memories()
         self._versions = Versions(self._load, HostMemory(host_name(mesh.settings.url, keys)))
+        self._follower = recipe.follow and Follower(recipe.follow)
 
     async def gradient(self, order: ShardOrder, context: Context) -> ShardResult:
         """Compute one shard.
@@ -65,7 +67,7 @@ class Shards:
         attempt = f"{context.task_id}.{context.deliveries}"
         with self._gradients.lend() as memory:
             try:
-                async with self._versions.use(order.parameters) as parameters:
+                async with self._versions.use(order.parameters, order.update) as parameters:
                     found = await self._compute_and_send(order, parameters, memory, state, attempt)
             except CheckpointError as error:
                 return ShardResult("gone", context.worker, str(error))
@@ -139,9 +141,15 @@ class Shards:
             f"run {self._recipe.run}",
         )
 
-    async def _load(self, part: Part, into: memoryview) -> None:
+    async def _load(self, part: Part, update: Part | None, into: memoryview) -> None:
         client = self._mesh.client
-        await VersionStore(client.caller, client.bulk, self._keys).load(part, into)
+        store = VersionStore(client.caller, client.bulk, self._keys)
+        if update is None:
+            await store.load(part, into)
+        elif self._follower is None:
+            raise CheckpointError(f"run {self._recipe.run!r}: version {part.version} comes as a step")
+        else:
+            await self._follower.bring(store, part, update, into)
 
 
 def _leave(place: int, piece: memoryview) -> None:

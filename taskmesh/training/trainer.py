@@ -73,6 +73,8 @@ class Trainer:
             speeds differ.
         batch_size: samples of each step.
         compression: of gradients on their way to the master.
+        downlink: of the mean gradient on its way to the workers, who then step by it as the master does; None to send
+            them the parameters.
         checkpoint: which versions are kept.
         rollback: what counts as divergence, and what follows.
         seed: of the model's first parameters, the data's order, dropout and rounding.
@@ -100,6 +102,7 @@ class Trainer:
         shards: int = 8,
         batch_size: int = 256,
         compression: Compression | None = None,
+        downlink: Compression | None = None,
         checkpoint: Every | None = None,
         rollback: OnDivergence | None = None,
         seed: int = 0,
@@ -118,6 +121,7 @@ class Trainer:
         check(
             mode,
             compression,
+            downlink,
             aggregation,
             execution,
             optimizer,
@@ -138,6 +142,7 @@ class Trainer:
             fingerprint(threads) if deterministic else "",
             execution.name,
             aggregation,
+            downlink,
         )
         self._sampler = Sampler(len(data), batch_size, seed)
         self._threads = threads
@@ -159,6 +164,7 @@ class Trainer:
             execution,
             not deterministic,
             local,
+            None if downlink is None else self._new_learner,
         )
         self._recipe = recipe
         shards_here = Shards(mesh, self._setup.keys, recipe)
@@ -243,6 +249,8 @@ class Trainer:
         """
         store = self.store
         manifest = await store.find(version)
+        if "update" in manifest.parts:
+            manifest = (await store.kept())[-1]  # its parameters do not travel
         try:
             return await self._predict(manifest, rows, task_rows)
         except CheckpointError:
@@ -414,9 +422,11 @@ class Trainer:
                 await lease.release()
 
     async def _make_learner(self) -> Learner:
-        return await compute(
-            Learner, self.model, self._optimizer, self._schedule, self._setup.seed, self._threads
-        )
+        return await compute(self._new_learner)
+
+    def _new_learner(self) -> Learner:
+        setup = self._setup
+        return Learner(self.model, self._optimizer, self._schedule, setup.seed, self._threads, setup.downlink)
 
     async def _work(self, work: Callable[[Master], Awaitable[R]], learner: Learner, token: int) -> R:
         store = self.store

@@ -1,0 +1,110 @@
+"""A worker that steps by what the master steps by: a copy of its optimizer, led from version to version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from taskmesh.checkpoints.manifest import Manifest, Part, is_whole
+from taskmesh.checkpoints.reading import VersionReader
+from taskmesh.errors import CheckpointError, DecodeError
+from taskmesh.training.compute import compute
+from taskmesh.training.downlink import Step, decode
+from taskmesh.training.learner import Learner
+from taskmesh.training.snapshot import read_state
+
+NEEDED = ("parameters", "tensors", "state", "index")  # of a checkpoint
+
+
+class _Way(NamedTuple):
+    """How a version is reached.
+
+    Attributes:
+        base: the checkpoint that it begins at; None where the follower stands.
+        steps: from there, the last one first.
+    """
+
+    base: Manifest | None
+    steps: list[Step]
+
+
+class Follower:
+    """Brings the parameters of versions, by the steps that led to them.
+
+    One that comes late, or has missed too many of them, begins at a checkpoint.
+
+    Args:
+        make: makes the learner that is led.
+    """
+
+    def __init__(self, make: Callable[[], Learner]) -> None:
+        self._make = make
+        self._learner: Learner | None = None
+        self._version: int | None = None  # that the learner is at
+        self._following = asyncio.Lock()
+
+    async def bring(self, store: VersionReader, part: Part, update: Part, into: memoryview) -> None:
+        """Write a version's parameters into memory of their size.
+
+        Args:
+            update: what leads to it.
+
+        Raises:
+            CheckpointError: steps on the way are gone, and no checkpoint leads there; or this process's optimizer
+                leads elsewhere.
+        """
+        async with self._following:
+            way = await self._find_way(store, part.version, update)
+            self._version = None  # should this fail on the way
+            base: dict[str, memoryview] = {}
+            if way.base is not None:
+                kept = way.base.parts
+                base = {name: await store.load(kept[name]) for name in NEEDED if name in kept}
+            await compute(self._go, base, way.steps, into)
+            if not is_whole(part, into):
+                raise CheckpointError(
+                    f"run {store.keys.run!r}: the steps to version {part.version} lead elsewhere in this process; its "
+                    "optimizer computes other bits than the master's"
+                )
+            self._version = part.version
+
+    async def _find_way(self, store: VersionReader, version: int, update: Part) -> _Way:
+        """From where the follower stands, if that leads there; else from the newest checkpoint that does."""
+        kept = {} if self._version is not None else await _checkpoints(store)
+        steps: list[Step] = []
+        at: int = version
+        link: Part | None = update
+        while at != self._version and at not in kept and link is not None:
+            if self._version is not None and at < self._version:
+                break  # the run went back to before what was seen here
+            try:
+                steps.append(decode(await store.load(link)))
+            except (CheckpointError, DecodeError):
+                break
+            at, link = steps[-1].parent, steps[-1].previous
+        if at == self._version:
+            return _Way(None, steps)
+        kept = kept or await _checkpoints(store)
+        for place, passed in enumerate((version, *(step.parent for step in steps))):
+            if passed in kept:
+                return _Way(kept[passed], steps[:place])
+        raise CheckpointError(f"run {store.keys.run!r}: no checkpoint leads to version {version} (any more)")
+
+    def _go(self, base: Mapping[str, memoryview], steps: list[Step], into: memoryview) -> None:
+        if self._learner is None:
+            self._learner = self._make()
+        if base:
+            self._learner.restore(base["parameters"], read_state(base))
+        for step in reversed(steps):
+            try:
+                self._learner.follow(step)
+            except DecodeError as error:
+                raise CheckpointError(str(error)) from None
+        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(self._learner.flat.view(), np.uint8))
+
+
+async def _checkpoints(store: VersionReader) -> dict[int, Manifest]:
+    return {manifest.version: manifest for manifest in await store.kept()}
