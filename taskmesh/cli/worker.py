@@ -36,6 +36,12 @@ def worker(
             show_default=False,
         ),
     ] = None,
+    group: Annotated[
+        bool,
+        typer.Option(
+            "--group", help="Be one worker with the other ranks that torchrun starts (training runs only)."
+        ),
+    ] = False,
     drain_timeout: Annotated[
         float, typer.Option("--drain-timeout", min=0, help="Seconds that running handlers get to finish.")
     ] = DEFAULTS.drain_timeout,
@@ -46,6 +52,10 @@ def worker(
     """Serve the queues of a Mesh until SIGTERM or SIGINT, then drain. A second signal ends it at once."""
     if log_level.lower() not in LOG_LEVELS:
         raise ConfigurationError(f"log level {log_level!r}: it is one of {', '.join(LOG_LEVELS)}")
+    if group and procs > 1:
+        raise ConfigurationError(
+            "--group and --procs do not go together: torchrun starts the processes of a group"
+        )
     plan = worker_process.Plan(
         app=app,
         queues=tuple(queue or ()),
@@ -54,6 +64,7 @@ def worker(
         drain_timeout=drain_timeout,
         log_level=log_level.lower(),
         debug=state.debug,
+        group=group,
     )
     if procs == 1:
         command = worker_process.command(plan)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib
 import logging
 import os
 import signal
@@ -45,6 +46,7 @@ class Plan(msgspec.Struct, frozen=True):
         app: the Mesh, as ``module:attribute``.
         supervised: a supervisor started it: it drains when its standard input ends (the supervisor is gone), and
             leaves it to the supervisor to end it the hard way.
+        group: torchrun started it, and others that are to be one worker with it.
     """
 
     app: str
@@ -55,6 +57,7 @@ class Plan(msgspec.Struct, frozen=True):
     log_level: str = "info"
     debug: bool = False
     supervised: bool = False
+    group: bool = False
 
     @property
     def settings(self) -> WorkerSettings:
@@ -141,6 +144,21 @@ async def serve(mesh: Mesh, plan: Plan, stop: StopSignals) -> None:
         log.info("stopped before it had started")
 
 
+async def serve_together(mesh: Mesh, plan: Plan, stop: StopSignals) -> None:
+    """Serve as one worker with the other ranks: one of them serves, until a signal comes, and the others end with it.
+
+    Raises:
+        TaskmeshError: as ``serve``; or the ranks do not meet.
+    """
+    group = await importlib.import_module("taskmesh.training.torchrun").join(mesh)  # it brings torch
+    log.info("rank %d of a group of %d", group.ranks.rank, group.ranks.size)
+    if not group.leads:
+        await group.follow()
+        return
+    async with group.lead():
+        await serve(mesh, plan, stop)
+
+
 def _with_heartbeat(settings: WorkerSettings, ttl: float) -> WorkerSettings:
     """A lease of a few seconds is carried by a process: a C call may well hold a thread up for so long."""
     is_short = ttl < SHORT_TTL and sys.platform == "linux"
@@ -165,7 +183,7 @@ def run(plan: Plan) -> int:
                 f"no task of Mesh {mesh.name!r} is on queue {queue!r} (there are: {there_are})"
             )
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(serve(mesh, plan, stop))
+        runner.run(serve_together(mesh, plan, stop) if plan.group else serve(mesh, plan, stop))
         _leave_threads_behind()
     return 0
 

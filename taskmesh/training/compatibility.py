@@ -25,6 +25,7 @@ def check(
     execution: Execution,
     optimizer: OptimizerMaker,
     shards: int,
+    group: int,
     *,
     deterministic: bool,
 ) -> None:
@@ -34,6 +35,8 @@ def check(
         ConfigurationError: they do not; the message says which and why.
     """
     aggregation.check(shards)
+    if group < 1:
+        raise ConfigurationError(f"group is {group}; it must be at least 1")
     for what, why, holds in (
         (
             f"aggregation {aggregation.name} and compression {compression.name}",
@@ -54,6 +57,16 @@ def check(
             "local steps and precision fp16",
             "the steps between two rounds have no scaler; bf16 needs none",
             isinstance(mode, LocalSteps) and execution.precision == "fp16",
+        ),
+        (
+            "local steps and groups",
+            "a group takes each step together; ranks that step on their own are workers of their own",
+            isinstance(mode, LocalSteps) and group > 1,
+        ),
+        (
+            "precision fp16 and a model that ranks share (parallel)",
+            "its gradient is not scaled back; bf16 needs no scaler",
+            execution.parallel is not None and execution.precision == "fp16",
         ),
         (
             f"{'torch.compile' if execution.compile else f'device {execution.device!r}'} and deterministic=True",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from taskmesh.errors import ConfigurationError
+from taskmesh.training.parallel import Parallel
 
 # A half-precision gradient below 6e-8 is nothing: the loss is scaled up, and its gradient down again, by powers of two.
 # What overflows is tried again with the next.
@@ -33,6 +34,7 @@ class Execution:
         compile: compile the model (``torch.compile``); not in a deterministic run.
         tf32: let matrix products on GPUs round their inputs to TF32.
         device: where the model is computed; "auto" is the GPU where there is one.
+        parallel: makes how the ranks of a group hold the model; None where each has all of it.
     """
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -41,6 +43,7 @@ class Execution:
     compile: bool = False
     tf32: bool = False
     device: str = "cpu"
+    parallel: Callable[[], Parallel] | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in ("fp32", *_DTYPES):

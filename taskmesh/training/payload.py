@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,6 +18,22 @@ from taskmesh.training.memory import State, copy, fresh
 from taskmesh.training.seeds import derive
 
 Take = Callable[[int, memoryview], None]
+
+
+class Sink(Protocol):
+    """What a gradient is given to, bucket by bucket.
+
+    Attributes:
+        gradient: the flat one that the buckets lie in.
+        is_finite: whether all that was added is.
+    """
+
+    gradient: npt.NDArray[np.float32]
+    is_finite: bool
+
+    def add(self, place: int) -> None:
+        """A bucket is complete."""
+        ...
 
 
 class Payload:

@@ -31,7 +31,7 @@ from taskmesh.training.learner import Learner
 from taskmesh.training.local import Inner, Local
 from taskmesh.training.memory import State
 from taskmesh.training.orders import ShardOrder
-from taskmesh.training.payload import Payload, Take, pack_buffers
+from taskmesh.training.payload import Payload, Sink, Take, pack_buffers
 from taskmesh.training.plan import split
 from taskmesh.training.seeds import derive
 
@@ -147,12 +147,7 @@ class Replica:
                 f"run {recipe.run!r}: this worker goes by {recipe.agreement}, the master by {order.agreement}; "
                 "it runs other code"
             )
-        use_threads(recipe.threads)
-        flat = self._load(order.parameters, order.layout, parameters)
-        if not memory:
-            memory.append(torch.empty(flat.layout.parameter_count))
-        flat.use_gradient(memory[0])
-        flat.model.train()
+        flat = self._prepare(order, parameters, memory)
         seed = (recipe.run, recipe.seed, "rounding", order.step, order.shard)
         payload = Payload(recipe.compression, self._buckets, memory[0], seed, state, take)
         if recipe.local is None:
@@ -165,9 +160,23 @@ class Replica:
             return Computed(f"the loss is {loss_sum}")
         if not payload.is_finite:
             return Computed("the gradient is not finite")
-        if buffers := pack_buffers(flat):
+        if buffers := self._buffers_of(flat):
             payload.add_piece(len(self._buckets), memoryview(buffers))
         return Computed(None, loss_sum, count, payload.pieces, payload.digests, payload.memory)
+
+    def _prepare(self, order: ShardOrder, parameters: memoryview, memory: list[Tensor]) -> FlatModel:
+        """The model as a shard begins with it."""
+        use_threads(self._recipe.threads)
+        flat = self._load(order.parameters, order.layout, parameters)
+        if not memory:
+            memory.append(torch.empty(flat.layout.parameter_count))
+        flat.use_gradient(memory[0])
+        flat.model.train()
+        return flat
+
+    def _buffers_of(self, flat: FlatModel) -> bytes:
+        """What became of the buffers."""
+        return pack_buffers(flat)
 
     def _chance(self, order: ShardOrder) -> AbstractContextManager[None]:
         recipe = self._recipe
@@ -181,7 +190,7 @@ class Replica:
         with recipe.execution.autocast(self._device):
             return sum_and_count(recipe.loss(self._callable, batch))
 
-    def _differentiate(self, flat: FlatModel, order: ShardOrder, payload: Payload) -> tuple[float, int]:
+    def _differentiate(self, flat: FlatModel, order: ShardOrder, payload: Sink) -> tuple[float, int]:
         """The gradient of the losses' sum; the sum and how many there are."""
         total, count = math.nan, 0
         for scale in self._recipe.execution.scales:
@@ -200,9 +209,7 @@ class Replica:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                self._make_smaller(
-                    max(len(part) for each in order.batches() for part in self._cut(each)), error
-                )
+                self._make_smaller(self._largest_part(order), error)
                 self._model().spread_buffers()
 
     def _cut(self, indices: Sequence[int]) -> Sequence[Sequence[int]]:
@@ -211,16 +218,29 @@ class Replica:
             return [indices]
         return split(indices, -(-len(indices) // self._micro_batch))
 
-    def _pass(self, flat: FlatModel, order: ShardOrder, scale: float, payload: Payload) -> tuple[float, int]:
+    def _parts(self, order: ShardOrder) -> Sequence[Sequence[int]]:
+        """What is computed at once."""
+        return [part for indices in order.batches() for part in self._cut(indices)]
+
+    def _largest_part(self, order: ShardOrder) -> int:
+        return max(map(len, self._parts(order)))
+
+    def _pass(self, flat: FlatModel, order: ShardOrder, scale: float, payload: Sink) -> tuple[float, int]:
+        return self._accumulate(flat, order, scale, payload.add)
+
+    def _accumulate(
+        self, flat: FlatModel, order: ShardOrder, scale: float, tell: Callable[[int], None]
+    ) -> tuple[float, int]:
+        """Backward over all parts; ``tell`` is called with the number of each bucket that is complete."""
         assert self._backward is not None
-        parts = [part for indices in order.batches() for part in self._cut(indices)]
+        parts = self._parts(order)
         flat.zero_gradient()
         total, count = 0.0, 0
         with self._chance(order):
             for place, indices in enumerate(parts):
                 loss, samples = self._loss(indices)
                 if scale == 1 and place == len(parts) - 1:
-                    self._backward.begin(payload.add)
+                    self._backward.begin(tell)
                 (loss * scale if scale != 1 else loss).backward()  # type: ignore[no-untyped-call]
                 total, count = total + float(loss.detach()), count + samples
         if scale == 1:
@@ -228,7 +248,7 @@ class Replica:
         else:
             flat.collect_gradient().mul_(1 / scale)
             for bucket in range(len(self._buckets)):
-                payload.add(bucket)
+                tell(bucket)
         return total, count
 
     def _make_smaller(self, largest: int, error: Exception) -> None:

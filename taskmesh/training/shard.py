@@ -16,17 +16,20 @@ from taskmesh.broker import chunks
 from taskmesh.broker.chunks import LARGE_BYTES, Upload
 from taskmesh.checkpoints.manifest import Part
 from taskmesh.checkpoints.store import VersionStore
-from taskmesh.errors import BrokerFull, CheckpointError
+from taskmesh.errors import BrokerFull, CheckpointError, ConfigurationError
 from taskmesh.keys import RunKeys
 from taskmesh.tasks import Context
 from taskmesh.training import notes
 from taskmesh.training.compute import compute
+from taskmesh.training.fingerprint import fingerprint
 from taskmesh.training.follower import Follower
+from taskmesh.training.group import Member
 from taskmesh.training.host import HostMemory, host_name
 from taskmesh.training.memory import Memories, State
 from taskmesh.training.notes import Note
 from taskmesh.training.orders import ShardOrder, ShardResult
 from taskmesh.training.parameters import Versions
+from taskmesh.training.ranks import Ranks
 from taskmesh.training.replica import Computed, Gradients, Recipe, Replica
 from taskmesh.training.room import when_there_is_room
 
@@ -43,11 +46,26 @@ class Shards:
         self._mesh = mesh
         self._keys = keys
         self._recipe = recipe
-        self._replica = Replica(recipe)
+        self._replica: Replica = Replica(recipe)
         self._gradients = Gradients()
         self._memories = Memories()
         self._versions = Versions(self._load, HostMemory(host_name(mesh.settings.url, keys)))
         self._follower = recipe.follow and Follower(recipe.follow)
+
+    def join(self, ranks: Ranks) -> Member:
+        """Compute shards together with other ranks from now on.
+
+        Raises:
+            ConfigurationError: this run's shards take steps of their own.
+        """
+        recipe = self._recipe
+        if recipe.local is not None:
+            raise ConfigurationError(
+                f"run {recipe.run!r} takes local steps, which groups do not: its workers are single processes"
+            )
+        self._recipe = recipe._replace(fingerprint=fingerprint(recipe.threads, ranks.size))
+        self._replica = member = Member(self._recipe, ranks)
+        return member
 
     async def gradient(self, order: ShardOrder, context: Context) -> ShardResult:
         """Compute one shard.

@@ -29,6 +29,7 @@ from taskmesh.training.compute import compute
 from taskmesh.training.data import Dataset, Sampler
 from taskmesh.training.execution import Execution
 from taskmesh.training.fingerprint import fingerprint
+from taskmesh.training.group import Member
 from taskmesh.training.history import Formed, History, Replayed, Turned
 from taskmesh.training.host import HostMemory, host_name
 from taskmesh.training.learner import Learner, OptimizerMaker, ScheduleMaker
@@ -36,6 +37,7 @@ from taskmesh.training.ledger import LedgerEntry, decode_entry
 from taskmesh.training.local import Local, outer_optimizer
 from taskmesh.training.master import Finished, Master
 from taskmesh.training.modes import LocalSteps, Mode, Synchronous
+from taskmesh.training.ranks import Ranks
 from taskmesh.training.replica import LossFunction, Recipe
 from taskmesh.training.robust import Aggregation, Mean
 from taskmesh.training.rollback import OnDivergence
@@ -84,6 +86,8 @@ class Trainer:
             shards. False lets them differ.
         execution: precision, micro-batches, device and the like.
         aggregation: how the gradients of a step's shards become one.
+        group: ranks of each worker, started by torchrun (``taskmesh worker --group``): they compute a shard together,
+            with other bits than one process does. A deterministic run has no other workers.
 
     Raises:
         ConfigurationError: something of it cannot work, or the name is taken.
@@ -111,6 +115,7 @@ class Trainer:
         deterministic: bool = True,
         execution: Execution = Execution(),  # noqa: B008 (it is frozen)
         aggregation: Aggregation = Mean(),  # noqa: B008 (likewise)
+        group: int = 1,
     ) -> None:
         self.mesh = mesh
         self.name = check_name("run", name)
@@ -126,6 +131,7 @@ class Trainer:
             execution,
             optimizer,
             shards,
+            group,
             deterministic=deterministic,
         )
         self._setup = RunSetup(
@@ -139,7 +145,7 @@ class Trainer:
             len(data),
             mesh.settings.liveness_ttl,
             mode,
-            fingerprint(threads) if deterministic else "",
+            fingerprint(threads, group) if deterministic else "",
             execution.name,
             aggregation,
             downlink,
@@ -167,13 +173,14 @@ class Trainer:
             None if downlink is None else self._new_learner,
         )
         self._recipe = recipe
-        shards_here = Shards(mesh, self._setup.keys, recipe)
+        self._group = group
+        self._shards = Shards(mesh, self._setup.keys, recipe)
         options = TaskOptions(queue=name, result_ttl=RESULT_TTL)
-        self._gradient = mesh.add_task(shards_here.gradient, f"{name}.gradient", options)
+        self._gradient = mesh.add_task(self._shards.gradient, f"{name}.gradient", options)
         options = TaskOptions(
             queue=name, result_ttl=RESULT_TTL, retry=INFERENCE_RETRY, raises=(CheckpointError,)
         )
-        self._infer = mesh.add_task(shards_here.infer, f"{name}.infer", options)
+        self._infer = mesh.add_task(self._shards.infer, f"{name}.infer", options)
         self._master: Master | None = None
         mesh.runs[name] = self
 
@@ -369,6 +376,14 @@ class Trainer:
         """The sample indices of a batch, by its number in the ledger."""
         return Sampler(self._sampler.samples, self._setup.batch_size, self._setup.seed).batch(batch)
 
+    def join(self, ranks: Ranks) -> Member:
+        """Compute this process's shards together with other ranks: what ``taskmesh worker --group`` does.
+
+        Raises:
+            ConfigurationError: the run takes local steps.
+        """
+        return self._shards.join(ranks)
+
     async def status(self) -> RunStatus | None:
         """How the run stands, by its last commit; None before the first."""
         current = await self.store.current()
@@ -393,6 +408,11 @@ class Trainer:
             return FlatModel(self.model())
 
     async def _history(self) -> History:
+        if self._group > 1:
+            raise TrainingError(
+                f"run {self.name!r} is computed by groups of {self._group} ranks: one process gives other bits, and "
+                "cannot form its versions again"
+            )
         return History(self._setup, self._recipe, self.store, await self._make_learner(), self._fill)
 
     async def _lead(self, work: Callable[[Master], Awaitable[R]], timeout: float | None) -> R:
