@@ -9,9 +9,10 @@ from taskmesh.training.history import Formed, Replayed, Turned
 from taskmesh.training.ledger import LedgerEntry
 from taskmesh.training.master import Finished
 from taskmesh.training.modes import LocalSteps, Synchronous
+from taskmesh.training.reader import accuracy
 from taskmesh.training.robust import Mean, Median, TrimmedMean
 from taskmesh.training.rollback import OnDivergence
-from taskmesh.training.trainer import Trainer, accuracy
+from taskmesh.training.trainer import Trainer
 
 __all__ = [
     "DGC",

@@ -4,40 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from taskmesh.app.mesh import Mesh
 from taskmesh.checkpoints.lease import Lease
-from taskmesh.checkpoints.manifest import Manifest
 from taskmesh.checkpoints.retention import Every
-from taskmesh.checkpoints.store import VersionStore
 from taskmesh.errors import BrokerError, CheckpointError, ConfigurationError, TaskmeshError, TrainingError
 from taskmesh.events import Committed
 from taskmesh.keys import RunKeys, check_name
-from taskmesh.monitoring.status import RunStatus
 from taskmesh.tasks import Retry, TaskOptions
-from taskmesh.tensors import FlatModel, drawing
 from taskmesh.training.collect import Collector
 from taskmesh.training.commit import Committer
 from taskmesh.training.compatibility import check
 from taskmesh.training.compression import Compression, Int8
-from taskmesh.training.compute import compute
 from taskmesh.training.data import Dataset, Sampler
 from taskmesh.training.execution import Execution
 from taskmesh.training.fingerprint import fingerprint
 from taskmesh.training.group import Member
-from taskmesh.training.history import Formed, History, Replayed, Turned
+from taskmesh.training.history import Formed
 from taskmesh.training.host import HostMemory, host_name
 from taskmesh.training.learner import Learner, OptimizerMaker, ScheduleMaker
-from taskmesh.training.ledger import LedgerEntry, decode_entry
 from taskmesh.training.local import Local, outer_optimizer
 from taskmesh.training.master import Finished, Master
 from taskmesh.training.modes import LocalSteps, Mode, Synchronous
 from taskmesh.training.ranks import Ranks
+from taskmesh.training.reader import RunReader
 from taskmesh.training.replica import LossFunction, Recipe
 from taskmesh.training.robust import Aggregation, Mean
 from taskmesh.training.rollback import OnDivergence
@@ -46,16 +40,10 @@ from taskmesh.training.shard import Shards
 
 R = TypeVar("R")
 RESULT_TTL = 60.0
-INFERENCE_ROWS = 256
 INFERENCE_RETRY = Retry(attempts=3, delay=0.05, on=(BrokerError,))
 
 
-def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """The share of rows whose largest output is the target's; shapes (rows, classes) and (rows,)."""
-    return float((outputs.argmax(dim=-1) == targets).float().mean())
-
-
-class Trainer:
+class Trainer(RunReader):
     """A training run over a Mesh: synchronous, data-parallel, the same bits with any number of workers.
 
     To be constructed at the top level of a module that the workers import too: it registers the run's tasks
@@ -187,12 +175,6 @@ class Trainer:
     def __repr__(self) -> str:
         return f"<Trainer of run {self.name!r}>"
 
-    @property
-    def store(self) -> VersionStore:
-        """The run's versions; the Mesh must be entered."""
-        client = self.mesh.client
-        return VersionStore(client.caller, client.bulk, self._setup.keys)
-
     async def run(self, *, steps: int, on_commit: Callable[[Committed], None] | None = None) -> Finished:
         """Be the run's master until it has seen ``steps`` updates in all.
 
@@ -232,92 +214,6 @@ class Trainer:
 
         return await self._lead(work, 2 * self._setup.lease_ttl)
 
-    async def load(self, version: int | None = None) -> nn.Module:
-        """The model with a version's parameters (by default the current one's), in this process.
-
-        Raises:
-            CheckpointError: there is no such version, or it is damaged.
-        """
-        manifest, parameters = await self.store.load_parameters(version)
-        return await compute(self._build, manifest, parameters)
-
-    async def predict(
-        self, rows: Tensor, *, version: int | None = None, task_rows: int = INFERENCE_ROWS
-    ) -> Tensor:
-        """The model's outputs for rows of inputs, computed by the workers, in evaluation mode.
-
-        Args:
-            rows: inputs; shape (rows, ...).
-            task_rows: rows of one task.
-
-        Raises:
-            CheckpointError: there is no such version.
-            TaskFailed: a worker could not compute it.
-        """
-        store = self.store
-        manifest = await store.find(version)
-        if "update" in manifest.parts:
-            manifest = (await store.kept())[-1]  # its parameters do not travel
-        try:
-            return await self._predict(manifest, rows, task_rows)
-        except CheckpointError:
-            # A version that is not kept gives way to the next one of a run under way.
-            kept = [] if manifest.kept else await store.kept()
-            if not kept:
-                raise
-            return await self._predict(kept[-1], rows, task_rows)
-
-    async def _predict(self, manifest: Manifest, rows: Tensor, task_rows: int) -> Tensor:
-        part = manifest.parts["parameters"]
-        calls = [self._infer.bind(part, manifest.layout, piece) for piece in torch.split(rows, task_rows)]
-        handles = await self._infer.submit_many(calls)
-        outputs: list[Tensor] = list(await asyncio.gather(*(handle.result() for handle in handles)))
-        return torch.cat(outputs)
-
-    async def evaluate(
-        self,
-        rows: Tensor,
-        targets: Tensor,
-        *,
-        measure: Callable[[Tensor, Tensor], float] = accuracy,
-        version: int | None = None,
-    ) -> float:
-        """How good a version is on held-out rows, computed by the workers.
-
-        Args:
-            measure: from outputs and targets to a number.
-
-        Raises:
-            as ``predict``.
-        """
-        return measure(await self.predict(rows, version=version), targets)
-
-    async def versions(self) -> list[Manifest]:
-        """The checkpoints, oldest first."""
-        return await self.store.kept()
-
-    async def ledger(self, count: int = 10_000) -> list[LedgerEntry]:
-        """What formed the newest ``count`` versions, oldest first."""
-        return [decode_entry(entry) for entry in await self.store.ledger(count)]
-
-    async def replay(self, from_version: int | None = None, to_version: int | None = None) -> list[Replayed]:
-        """Form versions again in this process, from a checkpoint and the ledger, and compare them with the run's.
-
-        The bits are the run's where this process is like its workers (torch build, numpy, CPU capability, threads).
-
-        Args:
-            from_version: a checkpoint that led to the last one; by default the oldest from which it can be told.
-            to_version: by default the current one.
-
-        Returns:
-            Each version on the way, oldest first; what was rolled back is not on it.
-
-        Raises:
-            CheckpointError: a checkpoint or an entry of the ledger is missing or damaged, or does not lead there.
-            TrainingError: the run was begun with other settings.
-        """
-        return await (await self._history()).replay(from_version, to_version)
-
     async def form(
         self,
         version: int | None = None,
@@ -356,26 +252,6 @@ class Trainer:
 
         return formed._replace(version=await self._lead(work, 2 * self._setup.lease_ttl))
 
-    async def bisect(
-        self, is_bad: Callable[[nn.Module], bool], *, good: int | None = None, bad: int | None = None
-    ) -> Turned:
-        """Find the version at which a run turned bad, by judging as few of its models as can be.
-
-        Args:
-            is_bad: judges a model in evaluation mode; false up to some version, and true from then on.
-            good: a checkpoint that is not bad; by default the oldest from which the bad one can be formed again.
-            bad: by default the current version.
-
-        Raises:
-            ConfigurationError: the good one is bad already, or the bad one is not.
-            CheckpointError, TrainingError: as ``replay``.
-        """
-        return await (await self._history()).bisect(is_bad, good, bad)
-
-    async def indices(self, batch: int) -> Sequence[int]:
-        """The sample indices of a batch, by its number in the ledger."""
-        return Sampler(self._sampler.samples, self._setup.batch_size, self._setup.seed).batch(batch)
-
     def join(self, ranks: Ranks) -> Member:
         """Compute this process's shards together with other ranks: what ``taskmesh worker --group`` does.
 
@@ -383,37 +259,6 @@ class Trainer:
             ConfigurationError: the run takes local steps.
         """
         return self._shards.join(ranks)
-
-    async def status(self) -> RunStatus | None:
-        """How the run stands, by its last commit; None before the first."""
-        current = await self.store.current()
-        if current is None:
-            return None
-        return RunStatus(self.name, current.version, current.step, current.metrics.get("loss"))
-
-    def _build(self, manifest: Manifest, parameters: memoryview) -> nn.Module:
-        flat = self._flat_model()
-        if flat.layout.digest != manifest.layout:
-            raise ConfigurationError(f"version {manifest.version} of run {self.name!r} is another model's")
-        flat.load(parameters)
-        return flat.model
-
-    def _fill(self, parameters: memoryview) -> nn.Module:
-        flat = self._flat_model()
-        flat.load(parameters)
-        return flat.model
-
-    def _flat_model(self) -> FlatModel:
-        with drawing():
-            return FlatModel(self.model())
-
-    async def _history(self) -> History:
-        if self._group > 1:
-            raise TrainingError(
-                f"run {self.name!r} is computed by groups of {self._group} ranks: one process gives other bits, and "
-                "cannot form its versions again"
-            )
-        return History(self._setup, self._recipe, self.store, await self._make_learner(), self._fill)
 
     async def _lead(self, work: Callable[[Master], Awaitable[R]], timeout: float | None) -> R:
         """Do something as the run's master, under its lease."""
@@ -440,13 +285,6 @@ class Trainer:
             await asyncio.gather(holding, return_exceptions=True)
             with contextlib.suppress(TaskmeshError):
                 await lease.release()
-
-    async def _make_learner(self) -> Learner:
-        return await compute(self._new_learner)
-
-    def _new_learner(self) -> Learner:
-        setup = self._setup
-        return Learner(self.model, self._optimizer, self._schedule, setup.seed, self._threads, setup.downlink)
 
     async def _work(self, work: Callable[[Master], Awaitable[R]], learner: Learner, token: int) -> R:
         store = self.store

@@ -121,7 +121,7 @@ async def test_a_worker_whose_bits_would_be_others_gets_no_shards(
     make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = await train(make_mesh("alone"), 5, 1)
-    monkeypatch.setattr("taskmesh.training.trainer.fingerprint", lambda threads: "torch 1.0 of another make")
+    monkeypatch.setattr("taskmesh.training.trainer.fingerprint", lambda *_: "torch 1.0 of another make")
     other = make_mesh("mixed")
     make_trainer(other)
     monkeypatch.undo()
@@ -140,7 +140,7 @@ async def test_a_worker_whose_bits_would_be_others_gets_no_shards(
 async def test_unlike_workers_may_help_where_the_bits_do_not_matter(
     make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("taskmesh.training.trainer.fingerprint", lambda threads: "torch 1.0 of another make")
+    monkeypatch.setattr("taskmesh.training.trainer.fingerprint", lambda *_: "torch 1.0 of another make")
     other = make_mesh("mixed")
     make_trainer(other, deterministic=False)
     monkeypatch.undo()
