@@ -70,7 +70,7 @@ def tell(ranks: Ranks, call: Call) -> None:
     ranks.tell(msgspec.msgpack.encode(call))
 
 
-def follow(ranks: Ranks, members: Mapping[str, Member]) -> None:
+def assist(ranks: Ranks, members: Mapping[str, Member]) -> None:
     """Do as the leader says until it says to stop; ``members`` by their runs' names. In the compute thread."""
     decoder = msgspec.msgpack.Decoder(Call)
     while True:
@@ -188,7 +188,7 @@ class Seen:
 class Member(Replica):
     """One rank's copy of a run's model.
 
-    The leader calls ``compute`` and ``infer`` as of any replica; meanwhile the others are in ``follow``.
+    The leader calls ``compute`` and ``infer`` as of any replica; meanwhile the others are in ``assist``.
     """
 
     def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
@@ -295,6 +295,12 @@ class Member(Replica):
     def _loss(self, indices: Sequence[int]) -> tuple[Tensor, int]:
         loss, count = super()._loss(indices)
         return (loss * 0, 0) if isinstance(indices, StandIn) else (loss, count)
+
+    def _go_back(self, loss: Tensor) -> None:
+        if self._parallel is None:
+            super()._go_back(loss)
+        else:
+            self._parallel.backward(loss)
 
     def _buffers_of(self, flat: FlatModel) -> bytes:
         return self._mean_buffers
