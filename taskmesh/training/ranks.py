@@ -57,8 +57,8 @@ class Ranks:
             return cls()
         except ValueError as error:
             raise ConfigurationError(
-                f"a group is started by torchrun, as in `torchrun --standalone --nproc-per-node 2 -m taskmesh worker app:mesh "
-                f"--group`: {error}"
+                "a group is started by torchrun, as in `torchrun --standalone --nproc-per-node 2 -m taskmesh worker "
+                f"app:mesh --group`: {error}"
             ) from error
         except RuntimeError as error:
             raise ConfigurationError(f"the ranks of the group do not meet: {error}") from error
