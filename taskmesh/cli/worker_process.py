@@ -153,7 +153,7 @@ async def serve_together(mesh: Mesh, plan: Plan, stop: StopSignals) -> None:
     group = await importlib.import_module("taskmesh.training.torchrun").join(mesh)  # it brings torch
     log.info("rank %d of a group of %d", group.ranks.rank, group.ranks.size)
     if not group.leads:
-        await group.follow()
+        await group.assist()
         return
     async with group.lead():
         await serve(mesh, plan, stop)

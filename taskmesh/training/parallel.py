@@ -27,6 +27,10 @@ class Parallel(Protocol):
         """Let the model have these parameters: fp32, on the CPU, whole, the same on every rank."""
         ...
 
+    def backward(self, loss: Tensor, /) -> None:
+        """Add the gradient of a pass's loss, which is the sum over this rank's samples, to what is there."""
+        ...
+
     def gradient(self, into: Mapping[str, Tensor], /) -> None:
         """After the last backward: write the whole gradient, summed (not averaged) over the ranks, and begin anew.
 

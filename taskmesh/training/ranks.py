@@ -39,7 +39,8 @@ class Ranks:
         self.size = dist.get_world_size()
         self.rank = dist.get_rank()
         # Not the default group: what a model's own parallelism does there must not be taken for ours.
-        self._group = dist.new_group(timeout=PATIENCE)
+        self._group = dist.new_group(timeout=PATIENCE, backend="gloo")
+        self._gpus = dist.new_group(timeout=PATIENCE, backend="nccl") if has_gpus() else None
 
     @classmethod
     def join(cls) -> Ranks:
@@ -48,19 +49,19 @@ class Ranks:
         Raises:
             ConfigurationError: torchrun has not started this process, or they cannot meet.
         """
-        has_gpus = torch.cuda.is_available() and dist.is_nccl_available()
         try:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=PATIENCE)
-            if has_gpus:
-                torch.cuda.set_device(dist.get_node_local_rank())
+            dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus() else "gloo", timeout=PATIENCE)
+            local = dist.get_node_local_rank()
+            if has_gpus() and local < torch.cuda.device_count():
+                torch.cuda.set_device(local)
+            return cls()
         except ValueError as error:
             raise ConfigurationError(
-                f"a group is started by torchrun, as in `torchrun --nproc-per-node 2 -m taskmesh worker app:mesh "
-                f"--group`: {error}"
+                "a group is started by torchrun, as in `torchrun --standalone --nproc-per-node 2 -m taskmesh worker "
+                f"app:mesh --group`: {error}"
             ) from error
         except RuntimeError as error:
             raise ConfigurationError(f"the ranks of the group do not meet: {error}") from error
-        return cls()
 
     @property
     def leads(self) -> bool:
@@ -82,7 +83,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            self.end(f"another one is lost: {str(error).splitlines()[0]}")
+            self.end(f"another one is lost: {str(error).partition('. ')[0]}")
 
     def all_failed(self) -> bool:
         """Whether the others call this, too: to be called by a rank that has failed."""
@@ -133,7 +134,8 @@ class Ranks:
     def begin_sum(self, values: Tensor) -> dist.Work:
         """Begin to replace values by their sum over the ranks."""
         with self._together():
-            work: dist.Work = dist.all_reduce(values, group=self._group, async_op=True)
+            group = self._group if values.device.type == "cpu" else self._gpus
+            work: dist.Work = dist.all_reduce(values, group=group, async_op=True)
         return work
 
     def finish(self, work: dist.Work) -> None:
@@ -144,3 +146,8 @@ class Ranks:
     def sum(self, values: Tensor) -> None:
         """Replace values by their sum over the ranks."""
         self.finish(self.begin_sum(values))
+
+
+def has_gpus() -> bool:
+    """Whether the ranks can sum on GPUs."""
+    return torch.cuda.is_available() and dist.is_nccl_available()

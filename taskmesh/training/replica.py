@@ -241,7 +241,7 @@ class Replica:
                 loss, samples = self._loss(indices)
                 if scale == 1 and place == len(parts) - 1:
                     self._backward.begin(tell)
-                (loss * scale if scale != 1 else loss).backward()  # type: ignore[no-untyped-call]
+                self._go_back(loss * scale if scale != 1 else loss)
                 total, count = total + float(loss.detach()), count + samples
         if scale == 1:
             self._backward.finish()
@@ -250,6 +250,9 @@ class Replica:
             for bucket in range(len(self._buckets)):
                 tell(bucket)
         return total, count
+
+    def _go_back(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def _make_smaller(self, largest: int, error: Exception) -> None:
         """Memory has run out: from now on, half as many samples at once.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from taskmesh.app.mesh import Mesh
 from taskmesh.errors import ConfigurationError
 from taskmesh.training.compute import compute
-from taskmesh.training.group import Member, Pause, Stop, follow, tell
+from taskmesh.training.group import Member, Pause, Stop, assist, tell
 from taskmesh.training.ranks import Ranks
 from taskmesh.training.trainer import Trainer
 
@@ -32,9 +32,9 @@ class Group(NamedTuple):
         """Whether this rank serves the queues."""
         return self.ranks.leads
 
-    async def follow(self) -> None:
+    async def assist(self) -> None:
         """Be one of those that do not serve, until the leader parts."""
-        await compute(follow, self.ranks, self.members)
+        await compute(assist, self.ranks, self.members)
         await compute(self.ranks.leave)
 
     @contextlib.asynccontextmanager

@@ -29,6 +29,9 @@ class Fsdp:
                 whole = distribute_tensor(values[name], parameter.device_mesh, parameter.placements)
                 parameter.copy_(whole)
 
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
     def gradient(self, into: Mapping[str, Tensor]) -> None:
         for name, parameter in self.model.named_parameters():
             if isinstance(parameter.grad, DTensor):
@@ -45,6 +48,9 @@ class Ddp:
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """They lie in the model already."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
 
     def gradient(self, into: Mapping[str, Tensor]) -> None:
         for name, parameter in self.model.named_parameters():

@@ -40,6 +40,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("cli/loading.py", "import_module"): "the application that the command line names",
     ("cli/main.py", "import_module"): "a module of the package, by a name that stands in the source",
     ("cli/inspect.py", "import_module"): "the same",
+    ("cli/worker_process.py", "import_module"): "the same",
     (
         "codec.py",
         "entry_points",
