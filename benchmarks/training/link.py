@@ -20,7 +20,7 @@ from benchmarks.training.servers import servers
 RATES = {"100mbit": "100mbit", "1gbit": "1gbit"}
 HOOKS = ("fp16", "powersgd")
 # How ours is configured for a slow link. Two shards, since the uplink is shards x size.
-OURS = Plan(work="tiny_gpt", compression="int8", shards=2, batch=16, workers=2)
+OURS = Plan(work="tiny_gpt", compression="int8", downlink="int8", shards=2, batch=16, workers=2)
 PATIENCE_FACTOR = 4  # a side that has not arrived after so many times DDP's steps never does
 
 
@@ -96,5 +96,5 @@ def measure_link(rates: Sequence[str], seeds: int, steps: int) -> dict[str, obje
             figures[rate] = {side: _median([one[side] for one in found]) for side in found[0]}
     except NoLink as error:
         return {"link": {"skipped": str(error)}}
-    setup = {"ddp_steps": steps, "seeds": seeds, "compression": OURS.compression, "shards": OURS.shards}
+    setup = {"ddp_steps": steps, "seeds": seeds, "compression": OURS.compression, "downlink": OURS.downlink}
     return {"link": {**figures, "setup": setup}}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from taskmesh.training.compression import Compression, Int8, NoCompression, TopK
+from taskmesh.training.compression import Compression, Int8, LowRank, NoCompression, TopK
 
 VARIABLE = "TRAINING_BENCH_PLAN"
 SLOWNESS = "TRAINING_BENCH_SLOWNESS"  # of one worker: how many times longer its shards take
@@ -19,6 +19,7 @@ COMPRESSIONS: dict[str, Callable[[], Compression]] = {
     "int8": Int8,
     "topk_10%": lambda: TopK(0.1),
     "topk_1%": lambda: TopK(0.01),
+    "lowrank_4": lambda: LowRank(4),
     "topk_0.1%_without_feedback": lambda: TopK(0.001, feedback=False),
 }
 
