@@ -71,6 +71,7 @@ FULL = Scale(
 QUICK = Scale(
     fitted=(
         Setting(2_000, 1, 1),
+        Setting(2_000, 1, 8),
         Setting(400_000, 1, 2, compute_s=0.01),
         Setting(400_000, 2, 2, "int8", 0.01),
     ),

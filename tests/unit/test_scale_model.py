@@ -98,8 +98,8 @@ def test_all_that_runs_on_one_machine_shares_its_cores() -> None:
     )
     assert stages.longest == stages.machine
     waiting = stages_of(Setting(8_000_000, 2, 2, compute_s=0.1), 0.0, PARTS, FOUND.task_s)
-    assert waiting.longest == waiting.workers == stages.workers + 0.1
-    assert waiting.shorter == stages.sending + stages.servers + stages.master
+    assert waiting.longest == waiting.workers == pytest.approx(stages.workers + 0.1)
+    assert waiting.shorter == pytest.approx(stages.sending + stages.servers + stages.master)
 
 
 # bytes
