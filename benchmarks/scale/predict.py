@@ -95,6 +95,7 @@ def load_of(cluster: Cluster, method: Method, workers: int, parts: Parts) -> Loa
         dense,
         up=dense * parts.share[method.up],
         down=dense * parts.share[method.down],
+        is_down_compressed=method.down != "none",
         is_sparse=method.up.startswith("topk"),
     )
 
@@ -164,9 +165,10 @@ def _outside(
     wire, server = traffic.down_wire / cluster.link, parts.give_out.seconds(traffic.down_server)
     fetch = max(wire, server) + parts.receive.seconds(load.down) + 4 * cluster.latency_s
     look = found.check_s_per_byte * load.dense
-    if method.down != "none":  # every holder of the parameters takes the step
-        look = optimizer + load.dense * parts.unpack[method.down]
     writing = found.commit_s_per_byte * load.down
+    if load.is_down_compressed:  # the master compresses the step, and every holder of the parameters takes it
+        look += optimizer + load.dense * parts.unpack[method.down]
+        writing += load.dense * (parts.pack[method.down] * (1 + found.slower) + parts.unpack[method.down])
     commit = found.commit_step_s + max(writing, load.down / cluster.link)
     fixed = found.begin_step_s + found.gradient_step_s + found.round_s + found.optimizer_step_s
     return fixed + fetch + look + optimizer + commit

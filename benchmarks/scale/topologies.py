@@ -21,7 +21,8 @@ class Load(NamedTuple):
     Attributes:
         dense: bytes of a gradient, and of the parameters, as fp32.
         up: of one compressed gradient.
-        down: of what each host fetches of a new version.
+        down: of what is fetched of a new version, once for each host.
+        is_down_compressed: every worker fetches it, and steps by it.
         is_sparse: a sum of compressed gradients is as large as they are together, until it is dense.
     """
 
@@ -30,6 +31,7 @@ class Load(NamedTuple):
     dense: float
     up: float
     down: float
+    is_down_compressed: bool = False
     is_sparse: bool = False
 
     @property
@@ -40,6 +42,16 @@ class Load(NamedTuple):
     def here(self) -> int:
         """Workers of the fullest host."""
         return min(self.workers, self.per_host)
+
+    @property
+    def fetched(self) -> float:
+        """Bytes of a new version that all hosts fetch together."""
+        return self.down * (self.workers if self.is_down_compressed else self.hosts)
+
+    @property
+    def fetched_here(self) -> float:
+        """Bytes of it that the fullest host fetches."""
+        return self.down * (self.here if self.is_down_compressed else 1)
 
     def summed(self, gradients: int) -> float:
         """Bytes of the sum of so many gradients, compressed once more."""
@@ -78,9 +90,8 @@ class Traffic(NamedTuple):
 
 
 def star(load: Load) -> Traffic:
-    """Every gradient goes through the server to the master; a host fetches the parameters once."""
+    """Every gradient goes through the server to the master, and every host fetches the parameters."""
     gradients = load.workers * load.up
-    down = load.hosts * load.down
     return Traffic(
         sent=gradients,
         wire=gradients,
@@ -88,15 +99,20 @@ def star(load: Load) -> Traffic:
         received=gradients,
         added=load.workers * load.dense,
         tasks=load.workers,
-        down_wire=down,
-        down_server=down,
+        down_wire=load.fetched,
+        down_server=load.fetched,
     )
 
 
 def per_host(load: Load) -> Traffic:
     """A host's gradients are summed in its memory; the sum is compressed and goes on as in the star."""
     of_hosts = star(load._replace(workers=load.hosts, per_host=1, up=load.summed(load.here)))
-    return of_hosts._replace(local=load.here * load.dense, tasks=load.workers)
+    return of_hosts._replace(
+        local=load.here * load.dense,
+        tasks=load.workers,
+        down_wire=load.fetched,
+        down_server=load.fetched,
+    )
 
 
 def _spread(load: Load, gradients: int, each: float) -> Traffic:
@@ -111,8 +127,8 @@ def _spread(load: Load, gradients: int, each: float) -> Traffic:
         gathered=load.dense,
         tasks=load.workers + hosts,
         messages=4,
-        down_wire=load.down,
-        down_server=load.down,
+        down_wire=load.fetched_here,
+        down_server=load.fetched_here,
     )
 
 
@@ -149,8 +165,8 @@ def tree(load: Load, fan_in: int = FAN_IN) -> Traffic:
         local=load.here * load.dense,
         tasks=tasks,
         messages=2 * len(levels),
-        down_wire=load.down,
-        down_server=load.down,
+        down_wire=load.fetched_here,
+        down_server=load.fetched_here,
     )
 
 

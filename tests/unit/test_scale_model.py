@@ -66,7 +66,7 @@ def _observed(setting: Setting) -> Observed:
 
 def _load(workers: int, compression: str = "none") -> Load:
     share = PARTS.share[compression]
-    return Load(workers, 8, DENSE, DENSE * share, DENSE, compression.startswith("topk"))
+    return Load(workers, 8, DENSE, DENSE * share, DENSE, is_sparse=compression.startswith("topk"))
 
 
 # the fit
@@ -114,6 +114,15 @@ def test_what_is_sent_arrives(workers: int, compression: str) -> None:
     spread = sharded(load)
     assert spread.received * load.hosts == pytest.approx(spread.sent) == workers * load.up
     assert spread.added * load.hosts == pytest.approx(workers * load.dense)
+
+
+def test_a_version_is_fetched_once_a_host_and_a_compressed_step_by_every_worker() -> None:
+    load = _load(64)
+    assert star(load).down_server == 8 * load.down
+    assert sharded(load).down_wire == load.down
+    each = load._replace(is_down_compressed=True)
+    assert per_host(each).down_server == star(each).down_server == 64 * load.down
+    assert tree(each).down_wire == 8 * load.down
 
 
 @pytest.mark.parametrize("workers", COUNTS)
