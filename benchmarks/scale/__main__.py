@@ -17,7 +17,7 @@ import msgspec
 import redis
 
 from benchmarks.processes import SideFailed
-from benchmarks.scale.measure import measure, read, write
+from benchmarks.scale.measure import measure, model_of, read, write
 from benchmarks.scale.report import figures, in_words
 from benchmarks.scale.settings import FULL, QUICK
 from taskmesh import TaskmeshError
@@ -50,11 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write(measured, options.save)
     except FAILURES as error:
         sys.exit(f"failed: {error}")
+    model = model_of(measured)
     if options.picture:
         from benchmarks.scale.picture import draw  # matplotlib is needed for nothing else
 
-        draw(measured, options.picture)
-    print(json.dumps(figures(measured)) if options.json else in_words(measured))
+        draw(model, options.picture)
+    print(json.dumps(figures(model)) if options.json else in_words(model))
 
 
 if __name__ == "__main__":

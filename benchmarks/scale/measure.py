@@ -1,4 +1,4 @@
-"""All that is measured, and what is fitted to it."""
+"""All that is measured, and the model that comes of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -18,8 +19,22 @@ from benchmarks.scale.runs import Observed, observe
 from benchmarks.scale.settings import Scale, Setting
 
 
-class Check(msgspec.Struct, frozen=True):
-    """A run, and what the model says of it; ``error`` is how much that is above what was measured, by it."""
+class Measured(msgspec.Struct, frozen=True):
+    """What was measured.
+
+    Attributes:
+        fitted: the runs that the model is fitted on.
+        held_out: those that it is held against.
+    """
+
+    parts: Parts
+    fitted: tuple[Observed, ...]
+    held_out: tuple[Observed, ...]
+    machine: dict[str, str]
+
+
+class Check(NamedTuple):
+    """A run, and what the model says of it."""
 
     setting: Setting
     measured_s: float
@@ -27,34 +42,32 @@ class Check(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> float:
+        """How much more is predicted than was measured, by what was measured."""
         return self.predicted_s / self.measured_s - 1
 
 
-class Measured(msgspec.Struct, frozen=True):
-    """What predictions are made of.
-
-    Attributes:
-        fitted: the runs that the coefficients were fitted to.
-        held_out: others.
-    """
+class Model(NamedTuple):
+    """What predictions are made of, and how well it fits."""
 
     parts: Parts
     coefficients: Coefficients
     fitted: tuple[Check, ...]
     held_out: tuple[Check, ...]
-    machine: dict[str, str]
 
 
 def measure(scale: Scale) -> Measured:
-    """Measure the parts and the runs, and fit."""
+    """Measure the parts, then the runs."""
     parts = measure_parts(scale.part_bytes, scale.rounds)
     _say("parts: done")
-    fitted = [_observe(setting, scale.steps) for setting in scale.fitted]
-    held_out = [_observe(setting, scale.steps) for setting in scale.held_out]
-    found = fit(fitted, parts)
-    return Measured(
-        parts, found, check(fitted, parts, found), check(held_out, parts, found), describe_machine()
-    )
+    fitted = tuple(_observe(setting, scale.steps) for setting in scale.fitted)
+    held_out = tuple(_observe(setting, scale.steps) for setting in scale.held_out)
+    return Measured(parts, fitted, held_out, describe_machine())
+
+
+def model_of(measured: Measured) -> Model:
+    """Fit it, and hold it against what it has not seen."""
+    parts, found = measured.parts, fit(measured.fitted, measured.parts)
+    return Model(parts, found, check(measured.fitted, parts, found), check(measured.held_out, parts, found))
 
 
 def check(observed: Sequence[Observed], parts: Parts, found: Coefficients) -> tuple[Check, ...]:

@@ -9,7 +9,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.scale.measure import Measured
+from benchmarks.scale.measure import Model
 from benchmarks.scale.predict import Cluster, curve, worker_counts
 
 PARAMETERS = 100_000_000
@@ -39,14 +39,14 @@ METHOD_LINES: tuple[Line, ...] = (
 )
 
 
-def draw(measured: Measured, picture: Path) -> None:
+def draw(model: Model, picture: Path) -> None:
     """Seconds of a step by workers: the topologies above, compressions and local steps below, a column a link."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "scale", "font.size": 8}):
         figure = Figure(figsize=(11, 7), dpi=110, layout="constrained")
         rows = figure.subplots(2, len(LINKS), sharex=True, sharey=True)
         for axes, lines in zip(rows, (TOPOLOGY_LINES, METHOD_LINES), strict=True):
             for place, link in zip(axes, LINKS, strict=True):
-                _panel(place, measured, Cluster(PARAMETERS, link), lines)
+                _panel(place, model, Cluster(PARAMETERS, link), lines)
             axes[0].set_ylabel("seconds a step")
             axes[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
         for place, link in zip(rows[0], LINKS, strict=True):
@@ -56,11 +56,11 @@ def draw(measured: Measured, picture: Path) -> None:
         figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
 
 
-def _panel(axes: Axes, measured: Measured, cluster: Cluster, lines: Sequence[Line]) -> None:
+def _panel(axes: Axes, model: Model, cluster: Cluster, lines: Sequence[Line]) -> None:
     counts = worker_counts(cluster.per_host)
     axes.axhline(cluster.compute_s, color="#bbbbbb", lw=1, label="computing alone")
     for topology, method, colour, style in lines:
-        found = curve(topology, cluster, method, counts, measured.parts, measured.coefficients)
+        found = curve(topology, cluster, method, counts, model.parts, model.coefficients)
         name = topology if lines is TOPOLOGY_LINES else f"{topology}: {method}"
         axes.plot(counts, [each.step_s for each in found], color=colour, ls=style, lw=1.5, label=name)
     axes.set_xscale("log")

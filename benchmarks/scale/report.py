@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.scale.measure import Check, Measured, mean_error
+from benchmarks.scale.measure import Check, Model, mean_error
 from benchmarks.scale.predict import METHODS, Cluster, curve, worker_counts
 from benchmarks.scale.topologies import TOPOLOGIES
 
@@ -23,50 +23,61 @@ def ways() -> list[tuple[str, str]]:
     return plain + [(topology, method) for topology in COMPARED for method in METHODS if method != "fp32"]
 
 
-def steps(measured: Measured, cluster: Cluster, counts: Sequence[int]) -> dict[str, dict[str, float]]:
+def steps(model: Model, cluster: Cluster, counts: Sequence[int]) -> dict[str, dict[str, float]]:
     """Seconds of a step by way and number of workers."""
     return {
         f"{topology}, {method}": {
             str(each.workers): each.step_s
-            for each in curve(topology, cluster, method, counts, measured.parts, measured.coefficients)
+            for each in curve(topology, cluster, method, counts, model.parts, model.coefficients)
         }
         for topology, method in ways()
     }
 
 
-def figures(measured: Measured) -> dict[str, Any]:
+def figures(model: Model) -> dict[str, Any]:
     """What ``--json`` prints."""
     predictions: dict[str, Any] = {}
     for parameters in SIZES:
         for link in LINKS:
             cluster = Cluster(parameters, link)
-            by_way = steps(measured, cluster, worker_counts(cluster.per_host))
+            by_way = steps(model, cluster, worker_counts(cluster.per_host))
             predictions.setdefault(str(parameters), {})[f"{link:g}gbit"] = {
                 "compute_s": cluster.compute_s,
                 "step_s": by_way,
             }
     return {
-        **msgspec.to_builtins(measured),
-        "fitted_mean_error": mean_error(measured.fitted),
-        "held_out_mean_error": mean_error(measured.held_out),
-        "held_out_largest_error": max(abs(each.error) for each in measured.held_out),
+        "parts": msgspec.to_builtins(model.parts),
+        "coefficients": msgspec.to_builtins(model.coefficients),
+        "fitted": [_told(each) for each in model.fitted],
+        "held_out": [_told(each) for each in model.held_out],
+        "fitted_mean_error": mean_error(model.fitted),
+        "held_out_mean_error": mean_error(model.held_out),
+        "held_out_largest_error": max(abs(each.error) for each in model.held_out),
         "predictions": predictions,
     }
 
 
-def in_words(measured: Measured) -> str:
+def _told(each: Check) -> dict[str, Any]:
+    return {
+        **msgspec.to_builtins(each.setting),
+        "measured_s": each.measured_s,
+        "predicted_s": each.predicted_s,
+    }
+
+
+def in_words(model: Model) -> str:
     """For people."""
     blocks = [
-        "coefficients\n" + "\n".join(_coefficients(measured)),
-        f"fitted: mean error {mean_error(measured.fitted):.1%}\n" + _checks(measured.fitted),
-        f"held out: mean error {mean_error(measured.held_out):.1%}\n" + _checks(measured.held_out),
+        "coefficients\n" + "\n".join(_coefficients(model)),
+        f"fitted: mean error {mean_error(model.fitted):.1%}\n" + _checks(model.fitted),
+        f"held out: mean error {mean_error(model.held_out):.1%}\n" + _checks(model.held_out),
     ]
-    blocks += [_prediction(measured, Cluster(size, link)) for size in SIZES for link in LINKS]
+    blocks += [_prediction(model, Cluster(size, link)) for size in SIZES for link in LINKS]
     return "\n\n".join(blocks)
 
 
-def _coefficients(measured: Measured) -> list[str]:
-    found: dict[str, Any] = msgspec.to_builtins(measured.coefficients)
+def _coefficients(model: Model) -> list[str]:
+    found: dict[str, Any] = msgspec.to_builtins(model.coefficients)
     tasks = found.pop("task_s")
     named = found | {f"task_s of {role}": seconds for role, seconds in tasks.items()}
     return [f"  {name:24} {value:.4g}" for name, value in named.items()]
@@ -99,8 +110,8 @@ def _checks(checks: Sequence[Check]) -> str:
     return _table([heads, *rows])
 
 
-def _prediction(measured: Measured, cluster: Cluster) -> str:
-    by_way = steps(measured, cluster, SHOWN)
+def _prediction(model: Model, cluster: Cluster) -> str:
+    by_way = steps(model, cluster, SHOWN)
     heads = ["seconds a step", *(f"{count:,} workers" for count in SHOWN)]
     rows = [[way, *(f"{seconds:.3g}" for seconds in found.values())] for way, found in by_way.items()]
     title = (
