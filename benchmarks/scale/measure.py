@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import sys
@@ -25,6 +26,7 @@ class Measured(msgspec.Struct, frozen=True):
     Attributes:
         fitted: the runs that the model is fitted on.
         held_out: those that it is held against.
+        machine: what it was measured on, and how busy that was before.
     """
 
     parts: Parts
@@ -53,21 +55,24 @@ class Model(NamedTuple):
     coefficients: Coefficients
     fitted: tuple[Check, ...]
     held_out: tuple[Check, ...]
+    machine: dict[str, str]
 
 
 def measure(scale: Scale) -> Measured:
     """Measure the parts, then the runs."""
+    machine = describe_machine()
     parts = measure_parts(scale.part_bytes, scale.rounds)
     _say("parts: done")
     fitted = tuple(_observe(setting, scale.steps) for setting in scale.fitted)
     held_out = tuple(_observe(setting, scale.steps) for setting in scale.held_out)
-    return Measured(parts, fitted, held_out, describe_machine())
+    return Measured(parts, fitted, held_out, machine)
 
 
 def model_of(measured: Measured) -> Model:
     """Fit it, and hold it against what it has not seen."""
     parts, found = measured.parts, fit(measured.fitted, measured.parts)
-    return Model(parts, found, check(measured.fitted, parts, found), check(measured.held_out, parts, found))
+    fitted, held_out = (check(runs, parts, found) for runs in (measured.fitted, measured.held_out))
+    return Model(parts, found, fitted, held_out, measured.machine)
 
 
 def check(observed: Sequence[Observed], parts: Parts, found: Coefficients) -> tuple[Check, ...]:
@@ -84,8 +89,9 @@ def mean_error(checks: Sequence[Check]) -> float:
 
 
 def describe_machine() -> dict[str, str]:
-    """Where this was measured."""
+    """This machine, and its load over the last five minutes."""
     return {
+        "load": f"{os.getloadavg()[1]:.1f}",
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "system": f"{platform.system()} {platform.machine()}",

@@ -46,6 +46,7 @@ def figures(model: Model) -> dict[str, Any]:
                 "step_s": by_way,
             }
     return {
+        "machine": model.machine,
         "parts": msgspec.to_builtins(model.parts),
         "coefficients": msgspec.to_builtins(model.coefficients),
         "fitted": [_told(each) for each in model.fitted],
