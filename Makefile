@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test check bench explore chaos depth soak bench-training clean
+.PHONY: demo test check bench explore chaos depth soak bench-training scale clean
 
 demo: $(VENV)/.ready  ## the main job, end to end, in under a minute
 	$(BIN)/taskmesh demo
@@ -41,6 +41,9 @@ soak: $(VENV)/.ready  ## ten minutes at half load: what grows
 
 bench-training: $(VENV)/.ready  ## training beside DDP, slow links (as root), stragglers, crashes, parity: about an hour
 	$(BIN)/python -m benchmarks.training --json
+
+scale: $(VENV)/.ready  ## steps of up to 1,000 workers, by a model that is fitted here: about 3 minutes
+	$(BIN)/python -m benchmarks.scale
 
 $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

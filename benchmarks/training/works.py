@@ -22,6 +22,7 @@ from taskmesh.training import Dataset, Every, Trainer
 Optimizer = torch.optim.Optimizer
 Parameters = Iterable[nn.Parameter]
 NAP = 0.02
+ELSEWHERE_LAYERS = 8
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,45 @@ def naps(plan: Plan) -> Work:
     return Work(lambda: nn.Linear(8, 8), slow_squares, Rows(_random_rows(10 * plan.batch, 8)), sgd)
 
 
+class _Pause(torch.autograd.Function):
+    """Waits on the way there, and twice as long on the way back, as computing would take."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor, seconds: float) -> Tensor:
+        context.seconds = seconds
+        time.sleep(seconds)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * context.seconds)
+        return gradients[0], None
+
+
+class _Computing(nn.Module):
+    """A layer's computing, as a wait: a processor of its own, which this machine does not have, would do it."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def forward(self, values: Tensor) -> Tensor:
+        found: Tensor = _Pause.apply(values, self._seconds)  # type: ignore[no-untyped-call]
+        return found
+
+
+def elsewhere(plan: Plan) -> Work:
+    """As ``dense`` with eight layers, ``size`` parameters; what a shard computes beside them is waited for."""
+    side = max(1, int((plan.size / ELSEWHERE_LAYERS) ** 0.5))
+    pause = NAP * float(os.environ.get(SLOWNESS, "0")) / (3 * ELSEWHERE_LAYERS)
+
+    def build() -> nn.Module:
+        layers = [(nn.Linear(side, side, bias=False), _Computing(pause)) for _ in range(ELSEWHERE_LAYERS)]
+        return nn.Sequential(*[module for pair in layers for module in pair])
+
+    return replace(dense(plan), model=build, data=Rows(_random_rows(10 * plan.batch, side)))
+
+
 def augmented(plan: Plan) -> Work:
     """All that depends on chance or on history: dropout, augmentation, Adam, a cosine schedule; a short last batch."""
     inputs = _random_rows(1_000, 32)
@@ -153,6 +193,7 @@ def tiny(plan: Plan) -> Work:
 WORKS: dict[str, Callable[[Plan], Work]] = {
     "dense": dense,
     "dense_adam": dense_adam,
+    "elsewhere": elsewhere,
     "naps": naps,
     "augmented": augmented,
     "digits": digits,

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from benchmarks.scale.fit import fit, predict
+from benchmarks.scale.parts import METHODS, measure_parts
+from benchmarks.scale.runs import ROLES, observe
+from benchmarks.scale.settings import Setting
 from benchmarks.training import crashes, namespaces
 from benchmarks.training.audit import account
 from benchmarks.training.dense import measure_dense
@@ -30,6 +34,18 @@ def test_dense_steps_beside_ddp() -> None:
     assert isinstance(parts, dict)
     assert tuple(parts) == PARTS
     assert all(seconds >= 0 for seconds in parts.values())
+
+
+def test_the_parts_of_a_step_and_a_whole_one_make_a_model() -> None:
+    parts = measure_parts(size_bytes=2 * 1024 * 1024, rounds=2)
+    assert parts.send.seconds(1e6) > 0
+    assert parts.give_out.seconds(1e6) > 0
+    assert parts.share["none"] == 1.0
+    assert all(0 < parts.share[name] < 1 and parts.pack[name] > 0 for name in METHODS if name != "none")
+    run = observe(Setting(2_000, 1, 1, compute_s=0.02), steps=6)
+    assert run.step_s > 0.02
+    assert set(run.busy_s) == set(ROLES)
+    assert predict(run.setting, run.alone_s, parts, fit([run], parts)) == pytest.approx(run.step_s, rel=0.5)
 
 
 def test_transport_beside_a_bare_socket() -> None:
