@@ -41,6 +41,7 @@ from tests.integration.training_support import (
 
 RARE = TopK(0.05)
 STEPS = 24
+KEYS = RunKeys("test", "digits")
 STATE_BYTES = 4 * (64 * 32 + 32 + 32 * 10 + 10)
 
 
@@ -191,7 +192,9 @@ async def test_a_shard_that_its_holder_cannot_compute_is_computed_elsewhere(
     assert finished.digest == undisturbed
 
 
-async def test_rollback_and_resume_restore_what_was_remembered(make_mesh: MakeMesh, undisturbed: str) -> None:
+async def test_rollback_and_resume_restore_what_was_remembered(
+    make_mesh: MakeMesh, undisturbed: str, plain: redis.Redis
+) -> None:
     recorder = Recorder()
     mesh = make_mesh(observers=[recorder])
     trainer = make_trainer(mesh, compression=RARE)
@@ -207,7 +210,11 @@ async def test_rollback_and_resume_restore_what_was_remembered(make_mesh: MakeMe
             sizes = [part.size_bytes for part in memories_of(manifest.parts).values()]
             assert sizes == [STATE_BYTES] * 8
     again = make_mesh(observers=[recorder])
-    finished, _ = await train(again, STEPS, 2, compression=RARE)
+    finished, trainer = await train(again, STEPS, 2, compression=RARE)
+    async with again:
+        needed = {key for manifest in await trainer.versions() for key in manifest.keys(KEYS)}
+    assert set(plain.keys("taskmesh:{test:run:digits:*}:chunk:*")) == needed
+    assert all(plain.pttl(key) == -1 for key in needed)
     assert len(recorder.of(RolledBack)) == 1
     assert not recorder.of(MemoryLost)
     assert finished.digest == undisturbed
@@ -235,16 +242,32 @@ async def test_killed_processes_do_not_show(make_mesh: MakeMesh, redis_url: str,
     assert not recorder.of(MemoryLost)
 
 
+async def test_a_version_that_was_formed_without_a_worker_has_its_memories(make_mesh: MakeMesh) -> None:
+    recorder = Recorder()
+    mesh = make_mesh(observers=[recorder])
+    async with mesh:
+        trainer = make_trainer(mesh, compression=RARE, loss=slow)
+        async with mesh.worker(ONE), mesh.worker(ONE):
+            await trainer.run(steps=8)
+        formed = await trainer.form(without=(await trainer.ledger())[5].shares[0].worker, commit=True)
+        newest = (await trainer.versions())[-1]
+        assert newest.version == formed.version
+        assert memories_of(newest.parts)
+        async with mesh.worker(ONE):
+            await trainer.run(steps=10)
+        assert all(version.matches is not False for version in await trainer.replay())
+    assert not recorder.of(MemoryLost)
+
+
 async def test_checkpoints_of_an_older_release_begin_anew_and_say_so(
     make_mesh: MakeMesh, plain: redis.Redis
 ) -> None:
     """They have no memories. A replay from there is told so too."""
     await train(make_mesh(), 10, 1, compression=RARE)
-    keys = RunKeys("test", "digits")
-    for version, data in plain.hgetall(keys.history).items():  # type: ignore[union-attr]
+    for version, data in plain.hgetall(KEYS.history).items():  # type: ignore[union-attr]
         manifest = manifests.decode(data)
         parts = {name: part for name, part in manifest.parts.items() if not name.startswith(MEMORY)}
-        plain.hset(keys.history, version, manifests.encode(replace(manifest, parts=parts)))
+        plain.hset(KEYS.history, version, manifests.encode(replace(manifest, parts=parts)))
     recorder = Recorder()
     mesh = make_mesh(observers=[recorder])
     async with mesh:
