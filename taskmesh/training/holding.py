@@ -86,13 +86,13 @@ class Holding:
         parts: list[Part] = []
         for wanted in order.states:
             try:
-                found = await self.find(wanted.shard, wanted.name)
+                data = await self._read(wanted.shard, wanted.name)
             except CheckpointError as error:
                 return MemoryResult(context.worker, reason=str(error))
             if order.token:
-                parts.append(await self._write_kept(order, wanted, found.state))
+                parts.append(await self._write_kept(order, wanted, data))
             else:
-                await self._hand_over(wanted.shard, wanted.name, found.state)
+                await self._hand_over(wanted.shard, wanted.name, data)
         return MemoryResult(context.worker, tuple(parts))
 
     async def leave(self) -> None:
@@ -101,8 +101,8 @@ class Holding:
         if not states or not self._mesh.is_connected:
             return
         try:
-            for state in states:
-                await self._hand_over(*state)
+            for shard, name, state in states:
+                await self._hand_over(shard, name, await asyncio.to_thread(pack, state))
         except TaskmeshError as error:
             log.warning("run %s: what compressions remember here is lost: %s", self._keys.run, error)
             return
@@ -117,15 +117,20 @@ class Holding:
     async def _load(self, part: Part) -> memoryview:
         return await self._store.load(part)
 
-    async def _write_kept(self, order: MemoryOrder, wanted: Remembered, state: State) -> Part:
-        data = await asyncio.to_thread(pack, state)
+    async def _read(self, shard: int, name: str) -> memoryview:
+        """A state's bytes, if it is here or was handed over."""
+        state = self.memories.get(shard, name)
+        if state is None:
+            return await self._take_over(shard, name)
+        return await asyncio.to_thread(pack, state)
+
+    async def _write_kept(self, order: MemoryOrder, wanted: Remembered, data: memoryview) -> Part:
         return await when_there_is_room(
             lambda: self._store.write_part(order.version, order.token, wanted.first, data, wanted.earlier),
             f"run {self._keys.run}",
         )
 
-    async def _hand_over(self, shard: int, name: str, state: State) -> None:
-        data = await asyncio.to_thread(pack, state)
+    async def _hand_over(self, shard: int, name: str, data: memoryview) -> None:
         pieces = chunks.split(data)
         record = _Handed(len(data), await asyncio.to_thread(_digests, pieces))
         caller = self._mesh.client.bulk

@@ -28,6 +28,8 @@ class MemoryTask(Protocol):
 
     async def submit(self, order: MemoryOrder, /) -> Handle[MemoryResult]: ...
 
+    async def __call__(self, order: MemoryOrder, /) -> MemoryResult: ...
+
 
 class Keeper:
     """Has the workers of one run write what they remember, for the holder of a fencing token.
@@ -87,9 +89,9 @@ class Keeper:
 
     async def _written(self, order: MemoryOrder) -> dict[str, Part]:
         result = await self._ask(order)
-        if result is None:  # what a worker that has stopped handed over, any other can write
-            result = await self._ask(replace(order, holder=""))
-        if result is None or result.reason:
+        if result is None:  # what a worker that has stopped handed over, anybody can write
+            result = await self._task(replace(order, holder=""))
+        if result.reason:
             raise MemoryGone(order.holder, [state.shard for state in order.states])
         if [part.size_bytes for part in result.parts] != [self._state_bytes] * len(order.states):
             raise CheckpointError(

@@ -101,7 +101,7 @@ class MemoryOrder:
     Attributes:
         version, token: of the checkpoint that it is for, and of its master; a token of 0 is no checkpoint: then it goes
             to where whoever computes the shard next looks for it.
-        holder: the worker that has it; "" for any, which looks where another may have handed it over.
+        holder: the worker that has it; "" for anybody, who looks where one may have handed it over.
     """
 
     version: int

@@ -169,6 +169,28 @@ async def test_a_worker_that_stops_hands_over_what_it_remembers(
     assert finished.digest == undisturbed
 
 
+async def test_when_all_stop_at_once_no_step_is_lost(make_mesh: MakeMesh, undisturbed: str) -> None:
+    recorder = Recorder()
+    mesh = make_mesh(observers=[recorder])
+    trainer = make_trainer(mesh, compression=RARE)
+    async with mesh, apart(make_mesh) as worker:
+        stopping: list[asyncio.Task[None]] = []
+
+        def on_commit(committed: Committed) -> None:
+            if committed.step == 15:
+                stopping.append(asyncio.create_task(worker.stop()))
+                running.cancel()
+
+        running = asyncio.create_task(trainer.run(steps=STEPS, on_commit=on_commit))
+        await asyncio.wait([running])
+        await asyncio.gather(*stopping)
+        assert (await trainer.versions())[-1].step == 15
+        async with apart(make_mesh):
+            finished = await trainer.run(steps=STEPS)
+    assert not recorder.of(RolledBack)
+    assert finished.digest == undisturbed
+
+
 async def test_a_shard_that_its_holder_cannot_compute_is_computed_elsewhere(
     make_mesh: MakeMesh, undisturbed: str
 ) -> None:
