@@ -106,8 +106,8 @@ class Checkpointed:
         seconds: from its commit.
         size_bytes: all its parts.
         written_bytes: of them, those that no earlier checkpoint held.
-        waited_seconds: that the run stood still for it, because the one before it was still on its way, or because the
-            workers had not written yet what they remember.
+        waited_seconds: that the run stood still for it, because the one before it was still on its way, or because a
+            worker had not heard yet what to hold on to.
         copy_seconds: of the compute thread, to copy it aside; a step is held up by so much at most.
     """
 

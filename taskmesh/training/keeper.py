@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import ChainMap, defaultdict
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from taskmesh.broker.chunks import CHUNK_BYTES
 from taskmesh.checkpoints.manifest import Manifest, Part
@@ -20,7 +20,17 @@ from taskmesh.training.room import when_there_is_room
 from taskmesh.training.roster import Roster, Seat
 from taskmesh.training.setup import RunSetup
 
+R = TypeVar("R")
 TRIES = 3  # at an order whose result is lost
+FIRST_PAUSE = 0.02  # before a worker is asked whether it has written everything; doubled each time
+LONGEST_PAUSE = 1.0
+
+
+class Begun(NamedTuple):
+    """A checkpoint's parts that are there, and what the workers have answered that write the others."""
+
+    parts: dict[str, Part]
+    results: dict[MemoryOrder, MemoryResult]
 
 
 class MemoryTask(Protocol):
@@ -52,19 +62,17 @@ class Keeper:
         """What the shards of the current version go on from, where their compression remembers something."""
         return self._roster.seats
 
-    async def keep(
-        self, version: int, seats: Mapping[int, Seat], earlier: Manifest | None
-    ) -> dict[str, Part]:
-        """Have what all shards go on from written for a checkpoint; its parts.
+    async def begin(self, version: int, seats: Mapping[int, Seat], earlier: Manifest | None) -> Begun:
+        """Have what all shards go on from written for a checkpoint.
 
-        The workers have forgotten it when they have computed two more steps.
+        Returns when the workers hold on to it; before that, they forget it when they have computed two more steps.
 
         Args:
             earlier: the newest checkpoint.
 
         Raises:
             MemoryGone: a worker that held something is not there any more.
-            CheckpointError: it could not be written.
+            CheckpointError: it cannot be written.
         """
         parts = {memory_name(shard): seat.kept for shard, seat in seats.items() if seat.kept is not None}
         wanted: dict[str, list[Remembered]] = defaultdict(list)
@@ -76,23 +84,37 @@ class Keeper:
         orders = [
             MemoryOrder(version, self._token, holder, tuple(states)) for holder, states in wanted.items()
         ]
-        for found in await asyncio.gather(*map(self._written, orders), return_exceptions=True):
-            if isinstance(found, BaseException):
-                raise found
-            parts |= found
-        return parts
+        results = await _all(self._write(order) for order in orders)
+        return Begun(parts, dict(zip(orders, results, strict=True)))
+
+    async def finish(self, begun: Begun) -> dict[str, Part]:
+        """The parts of all shards, when they are written.
+
+        Raises:
+            as ``begin``.
+        """
+        written = await _all(self._written(order, result) for order, result in begun.results.items())
+        return dict(ChainMap(begun.parts, *written))
 
     async def hand_over(self, shard: int, seat: Seat) -> None:
         """Have a state written to where others find it, if its holder is there."""
         if seat.holder:
             await self._ask(MemoryOrder(0, 0, seat.holder, (Remembered(shard, seat.memory),)))
 
-    async def _written(self, order: MemoryOrder) -> dict[str, Part]:
+    async def _write(self, order: MemoryOrder) -> MemoryResult:
         result = await self._ask(order)
         if result is None:  # what a worker that has stopped handed over, anybody can write
             result = await self._task(replace(order, holder=""))
         if result.reason:
             raise MemoryGone(order.holder, [state.shard for state in order.states])
+        return result
+
+    async def _written(self, order: MemoryOrder, result: MemoryResult) -> dict[str, Part]:
+        pause = FIRST_PAUSE
+        while not result.ready:
+            await asyncio.sleep(pause)
+            pause = min(LONGEST_PAUSE, 2 * pause)
+            result = await self._write(order)
         if [part.size_bytes for part in result.parts] != [self._state_bytes] * len(order.states):
             raise CheckpointError(
                 f"run {self._setup.name!r}: worker {result.worker} wrote something else than what version "
@@ -115,3 +137,14 @@ class Keeper:
                     raise CheckpointError(
                         f"{name}: what a compression remembers cannot be kept: {error}"
                     ) from error
+
+
+async def _all(work: Iterable[Awaitable[R]]) -> list[R]:
+    """Do everything; then raise what any of it has raised."""
+    found = await asyncio.gather(*work, return_exceptions=True)
+    results: list[R] = []
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+        results.append(each)
+    return results

@@ -117,8 +117,11 @@ class MemoryResult:
     Attributes:
         parts: what was written for a checkpoint, as the order has it.
         reason: why it could not be: something is not there (any more); "" when it could.
+        ready: False while it is still being written, from what was remembered when the order first came; the same order
+            again asks for what came of it.
     """
 
     worker: str
     parts: tuple[Part, ...] = ()
     reason: str = ""
+    ready: bool = True

@@ -1,8 +1,8 @@
 """Checkpoints behind a run's back: copied aside at once, hashed and written while the next steps are taken.
 
-What the workers remember for their shards they write themselves (``taskmesh.training.keeper``), while the next step
-is taken. At most one checkpoint is on its way. One that is due by its step while another still is waits for it, and
-the run with it: no server is so slow that checkpoints are left out. One that is due by the clock is put off instead.
+What the workers remember for their shards they write themselves, likewise (``taskmesh.training.keeper``). At most one
+checkpoint is on its way. One that is due by its step while another still is waits for it, and the run with it: no
+server is so slow that checkpoints are left out. One that is due by the clock is put off instead.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
-from taskmesh.checkpoints.manifest import Manifest, Part
+from taskmesh.checkpoints.manifest import Manifest
 from taskmesh.checkpoints.mirror import Mirror
 from taskmesh.checkpoints.store import VersionStore
 from taskmesh.errors import CheckpointError
 from taskmesh.events import Checkpointed, MirrorFailed, Observers
 from taskmesh.training.compute import enqueue
-from taskmesh.training.keeper import Keeper
+from taskmesh.training.keeper import Begun, Keeper
 from taskmesh.training.learner import Learner
 from taskmesh.training.memory import MemoryGone
 from taskmesh.training.room import when_there_is_room
@@ -54,7 +54,7 @@ class Saver:
         self._observers = observers
         self._memory = Memory()
         self._keeper = keeper
-        self._collecting: asyncio.Task[dict[str, Part]] | None = None
+        self._collecting: asyncio.Task[Begun] | None = None
         self._blocked = 0.0  # seconds that the run waited for the workers
         self._saving: asyncio.Task[None] | None = None
         self.mirror = None if place is None else Mirror(place, keys.mesh, keys.run)
@@ -83,7 +83,7 @@ class Saver:
             self._saving = self._collecting = None
 
     async def collected(self) -> None:
-        """Return when the workers have written what they remember for the checkpoint on its way.
+        """Return when the workers hold on to what they remember for the checkpoint on its way.
 
         Raises:
             MemoryGone: one of them is not there any more; there will be no such checkpoint.
@@ -118,7 +118,7 @@ class Saver:
         seats = self._keeper.seats if memories is None else {}
         self._blocked = began - waited_from
         self._collecting = asyncio.create_task(
-            self._keeper.keep(version.version, seats, self.newest), name="taskmesh memories"
+            self._keeper.begin(version.version, seats, self.newest), name="taskmesh memories"
         )
         self._start(self._save(version, copying, self._collecting, dict(memories or {}), began, mirrored))
 
@@ -157,13 +157,13 @@ class Saver:
         self,
         version: Manifest,
         copying: Awaitable[Snapshot],
-        collecting: Awaitable[dict[str, Part]],
+        collecting: Awaitable[Begun],
         memories: dict[str, memoryview],
         began: float,
         mirrored: bool,
     ) -> None:
         snapshot = await copying
-        written = await collecting
+        written = await self._keeper.finish(await collecting)
         values = {**snapshot.parts, **memories}
         parts = await when_there_is_room(
             lambda: self._store.write_kept(version.version, self._token, values, self.newest, written),

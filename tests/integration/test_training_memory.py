@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from taskmesh import CheckpointError, Mesh, TrainingError
 from taskmesh.checkpoints import manifest as manifests
+from taskmesh.checkpoints.store import VersionStore
 from taskmesh.checkpoints.tables import MEMORY, memories_of
 from taskmesh.events import Committed, MemoryLost, MemoryMoved, RolledBack, ShardRefused
 from taskmesh.keys import RunKeys
@@ -166,6 +167,40 @@ async def test_a_worker_that_stops_hands_over_what_it_remembers(
     assert {shard for event in moved for shard in event.shards} == held != set()
     assert sum(event.size_bytes for event in moved) == len(held) * STATE_BYTES
     assert not recorder.of(RolledBack)
+    assert finished.digest == undisturbed
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_steps_go_on_while_workers_write(
+    make_mesh: MakeMesh, undisturbed: str, monkeypatch: pytest.MonkeyPatch, stops: bool
+) -> None:
+    """The checkpoint of step 10 has what was remembered then, also where its worker stops before it is written."""
+    gate = asyncio.Event()
+    write_part = VersionStore.write_part
+
+    async def slowly(store: VersionStore, version: int, *rest: Any) -> Any:
+        if version == 10 and not gate.is_set():
+            await gate.wait()
+        return await write_part(store, version, *rest)
+
+    monkeypatch.setattr(VersionStore, "write_part", slowly)
+    mesh = make_mesh()
+    trainer = make_trainer(mesh, compression=RARE)
+    under_way: list[asyncio.Task[Any]] = []
+    async with mesh, apart(make_mesh) as worker, apart(make_mesh):
+
+        def on_commit(committed: Committed) -> None:
+            if committed.step == 14 and not gate.is_set():
+                if stops:
+                    under_way.append(asyncio.create_task(worker.stop()))
+                gate.set()
+            elif committed.step == 17 and len(under_way) == stops:
+                under_way.append(asyncio.create_task(trainer.rollback(to=10)))
+
+        finished = await trainer.run(steps=STEPS, on_commit=on_commit)
+        await asyncio.gather(*under_way)
+        restored = [entry.parent for entry in await trainer.ledger() if entry.batch < 0]
+    assert restored == [10]
     assert finished.digest == undisturbed
 
 
