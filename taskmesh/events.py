@@ -106,7 +106,8 @@ class Checkpointed:
         seconds: from its commit.
         size_bytes: all its parts.
         written_bytes: of them, those that no earlier checkpoint held.
-        waited_seconds: that the run stood still for it, because the one before it was still on its way.
+        waited_seconds: that the run stood still for it, because the one before it was still on its way, or because a
+            worker had not heard yet what to hold on to.
         copy_seconds: of the compute thread, to copy it aside; a step is held up by so much at most.
     """
 
@@ -140,8 +141,18 @@ class RolledBack:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryMoved:
+    """What the compression of some shards remembered went to other workers, because those that had it have stopped."""
+
+    run: str
+    step: int
+    shards: tuple[int, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryLost:
-    """What the compression of some shards remembered is gone; they begin anew."""
+    """What the compression of some shards remembered is in no checkpoint; they begin anew."""
 
     run: str
     step: int
@@ -160,6 +171,7 @@ Event = (
     | Checkpointed
     | MirrorFailed
     | RolledBack
+    | MemoryMoved
     | MemoryLost
 )
 

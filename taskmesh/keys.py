@@ -113,6 +113,10 @@ class RunKeys:
         """A piece of a version that is not kept, likewise."""
         return f"taskmesh:{{{self._prefix}:{index % 16}}}:transient:{version}:{token}:{index}".encode()
 
+    def memory(self, shard: int, name: str, index: int) -> bytes:
+        """A piece of what a shard's compression remembers, on its way from one worker to the next."""
+        return f"taskmesh:{{{self._prefix}:{shard % 16}}}:memory:{shard}:{name}:{index}".encode()
+
     @property
     def notes(self) -> bytes:
         """Word of pieces of gradients that have been written."""

@@ -266,10 +266,15 @@ def type_name(kind: type) -> str:
 
 
 class Registry:
-    """The tasks of one Mesh, by name."""
+    """The tasks of one Mesh, by name.
+
+    Attributes:
+        leaving: what a worker does when its handlers have ended, while it still counts as alive.
+    """
 
     def __init__(self) -> None:
         self._tasks: dict[str, TaskDefinition] = {}
+        self.leaving: list[Callable[[], Awaitable[None]]] = []
         self.get = self._tasks.get
 
     def add(self, definition: TaskDefinition) -> None:

@@ -22,7 +22,9 @@ from taskmesh.checkpoints.manifest import Manifest
 from taskmesh.checkpoints.store import Commit
 from taskmesh.events import Checkpointed, Committed, Event, Observers
 from taskmesh.training.aggregate import Update
+from taskmesh.training.keeper import Keeper
 from taskmesh.training.learner import Learner
+from taskmesh.training.roster import Roster
 from taskmesh.training.saver import Saver
 
 PARAMETERS = 10_000_000
@@ -165,7 +167,9 @@ async def _cpu_alone() -> float:
     ones = Update(1.0, 1, torch.ones(count).numpy(), torch.empty(0).numpy(), torch.empty(0).long().numpy())
     lease = Lease(mesh.client.caller, setup.keys, 60.0)
     token = await lease.acquire()
-    saver = Saver(setup, store, learner, token, Observers())
+    roster = Roster(setup, mesh.client, Observers(), remembers=False)
+    keeper = Keeper(setup, roster, trainer._memory, token, 0)
+    saver = Saver(setup, store, learner, token, Observers(), keeper)
     newest = await store.find()
     used: list[float] = []
     with redis.Redis.from_url(mesh.settings.url or "") as durable:

@@ -1,10 +1,14 @@
-"""The crash matrix: one run comes to the same bits with any number of workers, after kills, and after a rollback."""
+"""The crash matrix: one run comes to the same bits with any number of workers, after kills, and after a rollback.
+
+It is played twice: with whole gradients, and with sparse ones, whose workers remember what they did not send.
+"""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -19,6 +23,10 @@ TTL = 1.0
 STEPS = 100
 PLAN = Plan(work="augmented", batch=96, steps=STEPS, checkpoint_every=10)
 WORKERS = (1, 2, 3, 5)
+SERIES = {
+    "crash_matrix": "none",
+    "crash_matrix_topk": "topk_10%",
+}  # the second remembers, with error feedback
 Victim = Literal["worker", "master"]
 
 
@@ -83,32 +91,41 @@ def _kill(victim: Program, moment: float) -> bool:
 
 
 def measure_crashes(kills: int, seed: int, steps: int = STEPS) -> dict[str, object]:
-    """Hashes of the parameters after the last step, and what the ledgers say."""
-    outcomes: list[Outcome] = []
-    undisturbed = 0.0
+    """Hashes of the parameters after the last step, by series, and what the ledgers of all say."""
+    found: dict[str, object] = {}
+    told: Counter[str] = Counter()
     with servers() as both:
-        for number, case in enumerate(cases(kills, seed, steps)):
-            plan = msgspec.structs.replace(PLAN, name=f"crash-{number}", steps=steps)
-            try:
-                outcomes.append(play(case, plan, both, undisturbed))
-            except SideFailed as error:
-                raise SideFailed(f"{case} (seed {seed}): {error}") from error
-            if case.victim is None and case.workers == 2 and case.go_back is None:
-                undisturbed = outcomes[-1].seconds
+        for name, compression in SERIES.items():
+            plan = msgspec.structs.replace(PLAN, steps=steps, compression=compression)
+            outcomes = list(_play_all(plan, both, kills, seed))
+            found[name] = _summary(outcomes, steps, seed)
+            for key in ("committed_twice", "never_committed"):
+                told[key] += sum(outcome.last[key] for outcome in outcomes)
+    return {**found, "ledger": dict(told)}
+
+
+def _play_all(plan: Plan, both: Servers, kills: int, seed: int) -> Iterator[Outcome]:
+    """Every case of one series."""
+    undisturbed = 0.0
+    for number, case in enumerate(cases(kills, seed, plan.steps)):
+        named = msgspec.structs.replace(plan, name=f"crash-{plan.compression.rstrip('%')}-{number}")
+        try:
+            outcome = play(case, named, both, undisturbed)
+        except SideFailed as error:
+            raise SideFailed(f"{plan.compression}, {case} (seed {seed}): {error}") from error
+        if case.victim is None and case.workers == 2 and case.go_back is None:
+            undisturbed = outcome.seconds
+        yield outcome
+
+
+def _summary(outcomes: Sequence[Outcome], steps: int, seed: int) -> dict[str, object]:
     digests = [outcome.digest for outcome in outcomes]
-    odd = [str(outcome.case) for outcome in outcomes if outcome.digest != digests[0]]
     return {
-        "crash_matrix": {
-            "runs": len(outcomes),
-            "distinct_hashes": len(set(digests)),
-            "kills": sum(outcome.case.victim is not None for outcome in outcomes),
-            "struck": sum(outcome.struck for outcome in outcomes),
-            "steps": steps,
-            "seed": seed,
-            "unlike_the_first": odd,
-        },
-        "ledger": {
-            key: sum(outcome.last[key] for outcome in outcomes)
-            for key in ("committed_twice", "never_committed")
-        },
+        "runs": len(outcomes),
+        "distinct_hashes": len(set(digests)),
+        "kills": sum(outcome.case.victim is not None for outcome in outcomes),
+        "struck": sum(outcome.struck for outcome in outcomes),
+        "steps": steps,
+        "seed": seed,
+        "unlike_the_first": [str(outcome.case) for outcome in outcomes if outcome.digest != digests[0]],
     }

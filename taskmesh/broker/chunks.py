@@ -34,23 +34,31 @@ def split(data: memoryview) -> list[memoryview]:
 
 
 async def put(
-    caller: Caller, keys: Sequence[bytes], pieces: Sequence[memoryview], ttl_ms: int | None = None
+    caller: Caller,
+    keys: Sequence[bytes],
+    pieces: Sequence[memoryview],
+    ttl_ms: int | None = None,
+    *,
+    once: bool = False,
 ) -> None:
     """Write each piece under its key. The pieces must not change meanwhile.
+
+    Args:
+        once: a key that is there is left as it is, with its time to live.
 
     Raises:
         BrokerFull: the server has no room; some pieces may be written.
         BrokerUnavailable: it stayed away; likewise.
     """
     if sum(piece.nbytes for piece in pieces) < LARGE_BYTES:
-        life: tuple[Argument, ...] = () if ttl_ms is None else ("PX", ttl_ms)
+        how: tuple[Argument, ...] = (*(() if ttl_ms is None else ("PX", ttl_ms)), *(("NX",) if once else ()))
         await _each(
-            caller, [(key, ("SET", key, piece, *life)) for key, piece in zip(keys, pieces, strict=True)]
+            caller, [(key, ("SET", key, piece, *how)) for key, piece in zip(keys, pieces, strict=True)]
         )
         return
 
     async def put_some(places: Sequence[int]) -> None:
-        commands = [_set(keys[place], pieces[place], ttl_ms) for place in places]
+        commands = [_set(keys[place], pieces[place], ttl_ms, once=once) for place in places]
         await caller.server.on_socket(tag_of(keys[places[0]]), lambda wire: wire.send_many(commands))
 
     await _persist(caller, lambda: _on_nodes(caller, keys, put_some))
@@ -162,9 +170,11 @@ class Upload:
                 untold = []
 
 
-def _set(key: bytes, piece: memoryview, ttl_ms: int | None) -> Sequence[bytes | memoryview]:
+def _set(
+    key: bytes, piece: memoryview, ttl_ms: int | None, *, once: bool = False
+) -> Sequence[bytes | memoryview]:
     life = () if ttl_ms is None else (b"PX", b"%d" % ttl_ms)
-    return (b"SET", key, piece, *life)
+    return (b"SET", key, piece, *life, *((b"NX",) if once else ()))
 
 
 async def _on_nodes(
@@ -188,6 +198,16 @@ async def are_there(caller: Caller, keys: Sequence[bytes]) -> list[bool]:
         BrokerUnavailable: the server stayed away.
     """
     return [bool(reply) for reply in await _each(caller, [(key, ("EXISTS", key)) for key in keys])]
+
+
+async def make_last(caller: Caller, keys: Sequence[bytes]) -> list[bool]:
+    """Take the keys' times to live away; whether each key is there.
+
+    Raises:
+        BrokerUnavailable: the server stayed away; some may have theirs still.
+    """
+    await _each(caller, [(key, ("PERSIST", key)) for key in keys])
+    return await are_there(caller, keys)
 
 
 async def unlink(caller: Caller, keys: Sequence[bytes]) -> None:

@@ -1,7 +1,8 @@
 """A checkpoint as files: what a mirror holds, and what an export writes.
 
     model.safetensors   the parameters and buffers under their names, for ``safetensors.torch.load_file``
-    state.safetensors   the other tensors (``optimizer/state/0/exp_avg``), and the rest of the state as bytes
+    state.safetensors   the other tensors (``optimizer/state/0/exp_avg``, ``memory/3``), and the rest of the state as
+                        bytes
     manifest.json       the manifest with all digests, and the index; written last: without it the rest is nothing
 
 Safetensors is eight bytes of length, a JSON head, and the tensors without a gap; the largest types come first, so that
@@ -21,7 +22,7 @@ import msgspec
 
 from taskmesh.broker.chunks import CHUNK_BYTES, split
 from taskmesh.checkpoints.manifest import Manifest, digest_of
-from taskmesh.checkpoints.tables import TYPES, Entry, decode_index
+from taskmesh.checkpoints.tables import TYPES, Entry, decode_index, memories_of, memory_name
 from taskmesh.errors import CheckpointError
 from taskmesh.keys import RunKeys
 
@@ -118,7 +119,7 @@ def read_record(data: bytes) -> Record:
         record = msgspec.json.decode(sealed.record, type=Record)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} is damaged: {error}") from None
-    for name in PARTS:
+    for name in _parts_of(record.manifest):
         part = record.manifest.parts.get(name)
         if part is None or part.size_bytes < 0 or len(part.digests) != -(-part.size_bytes // CHUNK_BYTES):
             raise CheckpointError(f"{MANIFEST} is damaged: its {name} cannot be")
@@ -134,7 +135,7 @@ def read_files(record: Record, open_file: Callable[[str], Readable]) -> dict[str
     """
     parts = {
         name: memoryview(bytearray(record.manifest.parts[name].size_bytes))
-        for name in PARTS
+        for name in _parts_of(record.manifest)
         if name != "index"
     }
     parts["index"] = memoryview(record.index.encode())
@@ -154,21 +155,29 @@ def _contents(parts: Mapping[str, memoryview]) -> dict[str, list[_Tensor]]:
     """The tensors of each file."""
     index = decode_index(parts["index"], len(parts["parameters"]), len(parts["tensors"]))
     rest = Entry((_STATE_NAME,), "uint8", (len(parts["state"]),), 0)
+    state = [(entry, "tensors") for entry in index.tensors]
+    for shard, memory in memories_of(parts).items():
+        state.append((Entry(("memory", shard), "float32", (len(memory) // 4,), 0), memory_name(shard)))
     return {
-        MODEL: _named(index.parameters, "parameters"),
-        STATE: [*_named(index.tensors, "tensors"), _Tensor(_STATE_NAME, rest, "state")],
+        MODEL: _named([(entry, "parameters") for entry in index.parameters]),
+        STATE: [*_named(state), _Tensor(_STATE_NAME, rest, "state")],
     }
 
 
-def _named(entries: Sequence[Entry], part: str) -> list[_Tensor]:
+def _named(entries: Sequence[tuple[Entry, str]]) -> list[_Tensor]:
     """Largest types first, under names that differ."""
     tensors: dict[str, _Tensor] = {}
-    for entry in sorted(entries, key=lambda entry: -TYPES[entry.dtype].size_bytes):
+    for entry, part in sorted(entries, key=lambda found: -TYPES[found[0].dtype].size_bytes):
         name = entry.name
         while name in tensors or name == _STATE_NAME:
             name += "'"
         tensors[name] = _Tensor(name, entry, part)
     return list(tensors.values())
+
+
+def _parts_of(manifest: Manifest) -> list[str]:
+    """The names of the parts that files are made of."""
+    return [*PARTS, *map(memory_name, memories_of(manifest.parts))]
 
 
 def _head(tensors: Sequence[_Tensor]) -> bytes:

@@ -111,8 +111,8 @@ class Manifest:
         kept: a checkpoint, with all that a run needs to go on.
         layout: digest of the parameters' layout.
         parts: by name; "parameters" always, and "update" where only that was written, which leads to the parameters
-            from the parent's; where it is kept also "tensors", "state" and "index"
-            (``taskmesh.checkpoints.tables``).
+            from the parent's; where it is kept also "tensors", "state" and "index", and "memory.<shard>" where the
+            run's compression remembers something (``taskmesh.checkpoints.tables``).
         metrics: "loss" and the like.
         restored_from: the version that a rollback made current again with this one.
         skipped: batches that the run leaves out.

@@ -13,7 +13,8 @@ next one's ``sweep``. What a checkpoint borrows from an earlier one is needed as
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from taskmesh.broker import chunks, scripts
@@ -135,25 +136,54 @@ class VersionStore(VersionReader):
         token: int,
         parts: Mapping[str, memoryview | bytes],
         earlier: Manifest | None = None,
+        written: Mapping[str, Part] = MappingProxyType({}),
     ) -> dict[str, Part]:
         """Write what is to be kept of a version; it is a checkpoint with ``keep``. None of it may change meanwhile.
 
         Args:
             earlier: a checkpoint of the history. Chunks that it has at the same place are not written again, if they
                 are still there. It must be known to be whole: what is damaged in it is then damaged in both.
+            written: parts that others have written for it (``write_part``), or that an earlier checkpoint has.
 
         Raises:
             LeadershipLost: the token is not the newest.
+            CheckpointError: what others have written is not there any more.
             BrokerFull: the server has no room; what was written is removed later.
         """
         pieces = {name: chunks.split(memoryview(value)) for name, value in parts.items()}
-        described = await asyncio.to_thread(_describe, version, token, pieces, earlier)
+        first = _after(version, token, written.values())
+        described = await asyncio.to_thread(_describe, version, token, pieces, earlier, first)
         described = {name: await self._without_lost(part) for name, part in described.items()}
         keys = [key for part in described.values() for key in part.own_keys(self.keys)]
         own = [pieces[name][place] for name, part in described.items() for place in part.own]
-        await self._reserve(_note(version, token), keys, token)
+        others = [key for part in written.values() for key in part.own_keys(self.keys)]
+        await self._reserve(_note(version, token), [*keys, *others], token)
         await chunks.put(self._caller, keys, own)
-        return described
+        if not all(await chunks.make_last(self._caller, others)):
+            raise CheckpointError(f"run {self.keys.run!r}: what was written for version {version} is gone")
+        return {**described, **written}
+
+    async def write_part(
+        self, version: int, token: int, first: int, value: memoryview, earlier: Part | None
+    ) -> Part:
+        """Write one part of a version that is to be kept, on behalf of the master whose token it is.
+
+        It goes after an hour unless that master's ``write_kept`` makes it last. May be done again, also too late:
+        what is there by then stays as it is.
+
+        Args:
+            first: index of its first chunk within the version.
+            earlier: the same part of a checkpoint, whose chunks are borrowed where they are equal.
+
+        Raises:
+            BrokerFull: the server has no room.
+        """
+        pieces = chunks.split(value)
+        part = lend(Part(True, version, token, first, len(value), await _digests(True, pieces)), earlier)
+        part = await self._without_lost(part)
+        own = [pieces[place] for place in part.own]
+        await chunks.put(self._caller, part.own_keys(self.keys), own, TRANSIENT_TTL_MS, once=True)
+        return part
 
     async def _without_lost(self, part: Part) -> Part:
         """Without loans of chunks that the server has lost: they would be lost to this version too."""
@@ -279,13 +309,24 @@ def _note(version: int, token: int) -> str:
     return f"{version}:{token}"
 
 
+def _after(version: int, token: int, parts: Iterable[Part]) -> int:
+    """The index of the first chunk behind those that these parts have in a version."""
+    ends = [
+        part.first + len(part.digests) for part in parts if (part.version, part.token) == (version, token)
+    ]
+    return max(ends, default=0)
+
+
 def _describe(
-    version: int, token: int, pieces: Mapping[str, Sequence[memoryview]], earlier: Manifest | None
+    version: int,
+    token: int,
+    pieces: Mapping[str, Sequence[memoryview]],
+    earlier: Manifest | None,
+    first: int,
 ) -> dict[str, Part]:
     """The parts with their digests, and with loans where the earlier checkpoint has the same chunks."""
     lenders = {} if earlier is None else earlier.parts
     described: dict[str, Part] = {}
-    first = 0
     for name, cut in pieces.items():
         digests = tuple(map(digest_of, cut))
         part = Part(True, version, token, first, sum(map(len, cut)), digests)

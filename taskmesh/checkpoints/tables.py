@@ -1,11 +1,12 @@
-"""What lies where in a checkpoint's two large parts.
+"""What lies where in a checkpoint's large parts.
 
-A checkpoint has four parts::
+A checkpoint has four parts, and one for each shard whose compression remembers something::
 
     parameters  the model's flat buffer, as it is
     tensors     the optimizer's tensors, and all others of its state, one behind the other without a gap
     state       everything else that the next steps depend on, as msgpack, with nothing in the tensors' places
     index       JSON: name, type, shape and place of each tensor in the first two
+    memory.3    what the compression of shard 3 remembers: fp32 values, bucket after bucket
 
 so that anybody can take one apart who knows neither the model nor torch.
 """
@@ -13,12 +14,14 @@ so that anybody can take one apart who knows neither the model nor torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from taskmesh.errors import CheckpointError
+
+MEMORY = "memory."
 
 
 class Type(NamedTuple):
@@ -77,6 +80,20 @@ class Index(msgspec.Struct, frozen=True):
 
     parameters: tuple[Entry, ...]
     tensors: tuple[Entry, ...]
+
+
+T = TypeVar("T")
+
+
+def memory_name(shard: int) -> str:
+    """The part with what the compression of a shard remembers."""
+    return f"{MEMORY}{shard}"
+
+
+def memories_of(parts: Mapping[str, T]) -> dict[int, T]:
+    """Those parts, by shard."""
+    names = [name.removeprefix(MEMORY) for name in parts if name.startswith(MEMORY)]
+    return {shard: parts[memory_name(shard)] for shard in sorted(map(int, filter(str.isdecimal, names)))}
 
 
 _encode = msgspec.json.Encoder().encode

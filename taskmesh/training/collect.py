@@ -26,18 +26,19 @@ from taskmesh.tensors import FlatLayout
 from taskmesh.training import notes
 from taskmesh.training.aggregate import Pool, Round
 from taskmesh.training.buckets import Bucket, cut
+from taskmesh.training.keeper import Keeper
 from taskmesh.training.ledger import Share
+from taskmesh.training.memory import MemoryGone
 from taskmesh.training.notes import Note
 from taskmesh.training.orders import ShardOrder, ShardResult
 from taskmesh.training.plan import Plan
 from taskmesh.training.receive import Receipts
 from taskmesh.training.robust import Mean
 from taskmesh.training.room import when_there_is_room
-from taskmesh.training.roster import Roster, Seat
+from taskmesh.training.roster import PATIENCE, Roster, Seat
 from taskmesh.training.setup import RunSetup
 
 log = logging.getLogger("taskmesh.training")
-PATIENCE = 10.0
 FIRST_DELAY = 0.005  # after a worker that is avoided has declined; doubled each time
 LONGEST_DELAY = 1.0
 MAX_REPUBLICATIONS = 5
@@ -60,6 +61,7 @@ class Gathered(NamedTuple):
         uplink_bytes: payloads that came in and were used: compressed gradients with their heads, and buffers.
         seats: who holds which shard once the step is taken.
         anew: the shards whose compression remembers, and began with nothing.
+        moved: bytes of what other workers had remembered and handed over, by shard.
     """
 
     round: Round
@@ -68,6 +70,7 @@ class Gathered(NamedTuple):
     uplink_bytes: int
     seats: Mapping[int, Seat]
     anew: tuple[int, ...]
+    moved: Mapping[int, int]
 
 
 class _Answer(NamedTuple):
@@ -88,6 +91,8 @@ class Collector:
     """Gathers the shards of one step after the other.
 
     Args:
+        roster: the run's workers.
+        keeper: has what they remember handed over.
         republish: writes the current parameters again, when the server for them has lost them.
     """
 
@@ -98,6 +103,8 @@ class Collector:
         observers: Observers,
         task: GradientTask,
         layout: FlatLayout,
+        roster: Roster,
+        keeper: Keeper,
         republish: Callable[[], Awaitable[Part]],
     ) -> None:
         self.setup = setup
@@ -108,7 +115,8 @@ class Collector:
         self.republish = republish
         self.buckets = cut(layout, whole=setup.compression.takes_whole_parameters)
         self.pool = Pool(layout.parameter_count, KEPT_ARRAYS)
-        self.roster = Roster(setup, client, observers)
+        self.roster = roster
+        self.keeper = keeper
         self._gathering: _Gathering | None = None
 
     async def gather(
@@ -120,11 +128,15 @@ class Collector:
             update: what leads to the version's parameters, where they do not travel.
 
         Raises:
+            MemoryGone: what the compression of a shard remembered is lost; the run is to go back to a checkpoint.
             TrainingError: a shard's handler raised again and again; the message holds the remote traceback.
         """
         gathering = self._gathering = _Gathering(self, plan, version, parameters, update)
         try:
             return await gathering.run()
+        except MemoryGone:
+            gathering.release()
+            raise
         finally:
             self._gathering = None
             await gathering.clean_up()
@@ -158,6 +170,7 @@ class _Gathering:
         self._chunks = 0  # of the largest payload that came in chunks
         self._seats: dict[int, Seat] = {}
         self._anew: list[int] = []
+        self._moved: dict[int, int] = {}
         self._receipts = Receipts(
             collector.client.bulk,
             functools.partial(self._setup.keys.gradient, version),
@@ -188,7 +201,7 @@ class _Gathering:
             await asyncio.gather(*shards, return_exceptions=True)
             await self._receipts.close()
         shares, anew = tuple(sorted(self._shares)), tuple(sorted(self._anew))
-        return Gathered(self._round, fault, shares, self._uplink_bytes, self._seats, anew)
+        return Gathered(self._round, fault, shares, self._uplink_bytes, self._seats, anew, self._moved)
 
     async def _tell_what_is_waited_for(self, shards: list[int]) -> None:
         workers = await self._collector.roster.live_workers()
@@ -206,6 +219,7 @@ class _Gathering:
         """Have one shard computed until its result can be used; else why that cannot be."""
         plan, bound = self._plan, self._setup.divergence.recomputes
         roster = self._collector.roster
+        seat = roster.seat_of(shard)
         order = ShardOrder(
             self._version,
             plan.step,
@@ -217,9 +231,13 @@ class _Gathering:
             self._setup.agreement,
             self._setup.fingerprint,
             roster.quarantined,
-            *roster.seat_of(shard),
+            seat.holder,
+            seat.memory,
+            seat.kept,
             self._update,
         )
+        if seat.holder in roster.quarantined:
+            order = await self._release(order)
         offenders: list[str] = []
         while True:
             answer = await self._ask(order)
@@ -240,7 +258,7 @@ class _Gathering:
             others = {*roster.quarantined, *filter(None, offenders)}
             order = dataclasses.replace(order, avoid=tuple(sorted(others)))
             if order.holder in others:
-                order = self._begin_anew(order, f"worker {order.holder} is avoided")
+                order = await self._release(order)
 
     async def _ask(self, order: ShardOrder) -> _Answer:
         """Submit an order until a worker takes it up, and put its result into the round if it can be used."""
@@ -252,11 +270,16 @@ class _Gathering:
             )
             self._handles.append((order.shard, handle))
             try:
-                result = await self._result(handle, order)
+                result = await roster.answer(handle, order.holder)
             except TaskFailed as error:
                 return _Answer("", str(error), error)
             except (ResultUnavailable, TaskCancelled) as error:
                 return _Answer("", str(error))
+            if result is None:
+                order = dataclasses.replace(
+                    order, holder=""
+                )  # it may have stopped, and handed its memory over
+                continue
             self._ended.add(handle.id)
             if result.status == "declined":
                 declines += 1
@@ -267,7 +290,7 @@ class _Gathering:
                 roster.note_unlike(result.worker, result.reason)
                 order = dataclasses.replace(order, avoid=tuple({*order.avoid, *roster.unlike}))
             elif result.status == "forgot":
-                order = self._begin_anew(order, f"worker {order.holder} is gone")
+                raise MemoryGone(roster.seat_of(order.shard).holder, [order.shard], result.reason)
             elif result.status == "gone" and republications < MAX_REPUBLICATIONS:
                 republications += 1
                 parameters = await self._collector.republish()
@@ -277,27 +300,10 @@ class _Gathering:
             else:
                 return _Answer(result.worker, await self._take(order, handle, result))
 
-    async def _result(self, handle: Handle[ShardResult], order: ShardOrder) -> ShardResult:
-        """The result of an order; one that goes to a worker that is not there any more is taken back."""
-        if not order.holder:
-            return await handle.result()
-        look_every = min(PATIENCE, self._collector.client.settings.liveness_ttl) / 4
-        waiting = asyncio.create_task(handle.result(), name="taskmesh result")
-        try:
-            while True:
-                await asyncio.wait([waiting], timeout=look_every)
-                if waiting.done():
-                    return waiting.result()
-                if order.holder not in await self._collector.roster.live_workers():
-                    await handle.cancel()
-                    return ShardResult("forgot", order.holder)
-        finally:
-            waiting.cancel()
-
-    def _begin_anew(self, order: ShardOrder, reason: str) -> ShardOrder:
-        """Without what the shard's compression remembered."""
-        self._collector.roster.clear_seat(order.shard, order.step, reason)
-        return dataclasses.replace(order, holder="", memory="")
+    async def _release(self, order: ShardOrder) -> ShardOrder:
+        """Let others than its holder compute a shard: they find what its compression remembered."""
+        await self._collector.keeper.hand_over(order.shard, Seat(order.holder, order.memory))
+        return dataclasses.replace(order, holder="")
 
     async def _submit(self, order: ShardOrder, declines: int) -> Handle[ShardResult]:
         if not declines:
@@ -326,8 +332,14 @@ class _Gathering:
                 self._seats[shard] = Seat(result.worker, result.attempt)
                 if not order.memory:
                     self._anew.append(shard)
+                if result.moved_bytes:
+                    self._moved[shard] = result.moved_bytes
             self._uplink_bytes += sum(result.sizes)
         return fault
+
+    def release(self) -> None:
+        """What came in is not wanted any more."""
+        self._round.release()
 
     def hear(self, note: Note) -> None:
         """Pieces of a gradient are there."""

@@ -20,10 +20,12 @@ import msgspec
 
 from taskmesh.checkpoints.manifest import Manifest, Part
 from taskmesh.checkpoints.store import Commit, VersionStore
+from taskmesh.checkpoints.tables import memories_of, memory_name
 from taskmesh.errors import CheckpointError
 from taskmesh.events import Observers
 from taskmesh.training import downlink
 from taskmesh.training.downlink import Step
+from taskmesh.training.keeper import Keeper
 from taskmesh.training.learner import Learner
 from taskmesh.training.ledger import LedgerEntry, encode_entry
 from taskmesh.training.progress import Progress, restore, run_state
@@ -45,13 +47,19 @@ class Committer:
     """
 
     def __init__(
-        self, setup: RunSetup, store: VersionStore, learner: Learner, token: int, observers: Observers
+        self,
+        setup: RunSetup,
+        store: VersionStore,
+        learner: Learner,
+        token: int,
+        observers: Observers,
+        keeper: Keeper,
     ) -> None:
         self._setup = setup
         self._store = store
         self._learner = learner
         self._token = token
-        self._saver = Saver(setup, store, learner, token, observers)
+        self._saver = Saver(setup, store, learner, token, observers, keeper)
         self.current: Manifest | None = None
         self._version = 0  # of the newest commit, whoever made it
         self._steps: list[Part] = []  # those of versions before the current one that are on the server
@@ -74,6 +82,12 @@ class Committer:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def checkpoint(self) -> Manifest:
+        """The newest that is complete."""
+        assert self._saver.newest is not None
+        return self._saver.newest
 
     async def begin(self, samples: int) -> Progress:
         """Take a run up where its newest checkpoint is, or begin it with one.
@@ -123,10 +137,12 @@ class Committer:
             version: above the newest there was, should a master have died before its first checkpoint was complete.
         """
         progress, metrics = Progress(), {}
+        memories: dict[str, memoryview] = {}
         if mirrored is not None:
             manifest, parts = mirrored
             progress = await self._restore(manifest, parts, samples)
             metrics, version = dict(manifest.metrics), max(version, await self._number_of(manifest))
+            memories = {memory_name(shard): value for shard, value in memories_of(parts).items()}
             log.warning(
                 "run %s: its server has no whole checkpoint of it; it goes on from version %d, step %d, of %r",
                 self._setup.name,
@@ -135,7 +151,7 @@ class Committer:
                 self._saver.mirror,
             )
         await self._commit(version, progress, metrics, samples, None)
-        await self._keep(mirrored=mirrored is None or version != mirrored[0].version)
+        await self._keep(memories, mirrored=mirrored is None or version != mirrored[0].version)
         await self._saver.wait()
         return progress
 
@@ -156,9 +172,11 @@ class Committer:
         Raises:
             LeadershipLost: another master leads the run.
             BrokerFull: the server has no room for it, for minutes.
+            MemoryGone: what a checkpoint on its way needs of a worker is lost; nothing is committed.
             and what an earlier checkpoint has failed with.
         """
         self._saver.check()
+        await self._saver.collected()
         await self._commit(self._version + 1, progress, metrics, samples, entry)
         now = self._store.clock.monotonic()
         elapsed = 0.0 if self._saver.is_saving else now - self._due_at
@@ -205,21 +223,29 @@ class Committer:
         return await self._store.write_update(version, self._token, downlink.encode(taken), view)
 
     async def adopt(
-        self, progress: Progress, metrics: Mapping[str, float], samples: int, entry: LedgerEntry
+        self,
+        progress: Progress,
+        metrics: Mapping[str, float],
+        samples: int,
+        entry: LedgerEntry,
+        memories: Mapping[str, memoryview],
     ) -> None:
         """Make the learner's parameters, which were formed without workers, the next version, and a checkpoint.
+
+        Args:
+            memories: the parts with what compressions remember.
 
         Raises:
             as ``commit``.
         """
         await self._commit(self._version + 1, progress, metrics, samples, entry)
-        await self._keep()
+        await self._keep(memories)
         await self._saver.wait()
 
-    async def _keep(self, *, mirrored: bool = True) -> None:
+    async def _keep(self, memories: Mapping[str, memoryview] | None = None, *, mirrored: bool = True) -> None:
         """Have the current version kept, as it is now."""
         assert self.current is not None
-        await self._saver.begin(self.current, self._state, mirrored=mirrored)
+        await self._saver.begin(self.current, self._state, memories, mirrored=mirrored)
 
     async def newest_kept(self) -> Loaded | None:
         """The newest checkpoint, also when it was still on its way; None where there is none at all.
@@ -227,7 +253,7 @@ class Committer:
         Raises:
             CheckpointError: there are checkpoints, and all are damaged; or what one has failed with.
         """
-        await self._saver.wait()
+        await self._saver.settle()
         return await self._store.load_newest()
 
     async def load_kept(self, version: int) -> Loaded:
@@ -236,7 +262,7 @@ class Committer:
         Raises:
             CheckpointError: it is not kept (any more), or damaged; or what one has failed with.
         """
-        await self._saver.wait()
+        await self._saver.settle()
         target = await self._store.find_kept(version)
         return target, {name: await self._store.load(part) for name, part in target.parts.items()}
 
@@ -248,7 +274,7 @@ class Committer:
         Args:
             skip: batches to leave out from now on.
         """
-        await self._saver.wait()
+        await self._saver.settle()
         progress = await self._restore(target, parts, samples)
         skipped = {*self._skipped(target), *skip}
         progress = replace(progress, skipped=tuple(sorted(skipped)))
@@ -288,7 +314,8 @@ class Committer:
         """Keep the current version, whether it is due or not, and leave nothing behind that is not kept.
 
         Raises:
-            what a checkpoint has failed with.
+            MemoryGone: what it needs of a worker is lost.
+            and what a checkpoint has failed with.
         """
         await self._saver.wait()
         assert self.current is not None

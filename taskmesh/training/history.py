@@ -10,6 +10,7 @@ from torch import nn
 
 from taskmesh.checkpoints.manifest import Manifest
 from taskmesh.checkpoints.store import LEDGER_ENTRIES, VersionStore
+from taskmesh.checkpoints.tables import memories_of
 from taskmesh.errors import CheckpointError, ConfigurationError
 from taskmesh.training.compute import compute
 from taskmesh.training.learner import Learner
@@ -68,17 +69,15 @@ class Turned(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """From a checkpoint to a version.
+    """From a checkpoint to a version."""
 
-    Attributes:
-        start: where the replay begins: the checkpoint, or one before it.
-        lead: what leads from there to the checkpoint, where its compression remembers something from before it.
-    """
-
-    first: int
     start: Manifest
-    lead: Sequence[LedgerEntry]
     entries: Sequence[LedgerEntry]
+
+    @property
+    def first(self) -> int:
+        """The checkpoint's version."""
+        return self.start.version
 
 
 class History:
@@ -109,7 +108,7 @@ class History:
         current = await self._store.current()
         if current is not None:
             there.setdefault(current.version, current)
-        await self._start(way)
+        await self._begin(way.start)
         found: list[Replayed] = []
         for entry in way.entries:
             await compute(self._replay.advance, entry)
@@ -138,7 +137,7 @@ class History:
                 f"worker {without!r} contributed nothing since version {way.first}; those that did are "
                 f"{', '.join(sorted(workers)) or 'none'}"
             )
-        await self._start(way)
+        await self._begin(way.start)
         left_out = 0
         for entry in way.entries:
             left_out += await compute(self._replay.advance, entry, without)
@@ -164,7 +163,7 @@ class History:
             evaluations += 1
             return await compute(_judge, is_bad, self._build, self._replay.parameters)
 
-        await self._start(way)
+        await self._begin(way.start)
         if await judge(0):
             raise ConfigurationError(f"version {way.first}, where the search begins, is bad already")
         await search.note_good()
@@ -184,13 +183,12 @@ class History:
     async def _reach(self, search: _Search, place: int, kept: dict[int, Manifest]) -> None:
         """Take the replay to a place on the way, from the nearest state before it that there is."""
         await search.go_before(place)
-        if not self._replay.remembers:  # a checkpoint has all that is needed
-            for nearer in range(place, search.place, -1):
-                manifest = kept.get(search.entries[nearer - 1].version)
-                if manifest is not None:
-                    await self._begin(manifest)
-                    search.place = nearer
-                    break
+        for nearer in range(place, search.place, -1):
+            manifest = kept.get(search.entries[nearer - 1].version)
+            if manifest is not None and self._has_all(manifest):
+                await self._begin(manifest)
+                search.place = nearer
+                break
         await search.advance_to(place)
 
     async def _way(self, first: int | None, last: int | None) -> _Way:
@@ -212,26 +210,27 @@ class History:
         if first == last:
             raise ConfigurationError(f"from version {first} to version {last} there is nothing to form")
         way = lineage(entries, last)
-        check = check_memories if self._replay.remembers else _pass
         kept = {manifest.version: manifest for manifest in await self._store.kept()}
+
+        def check(begins: int, entries: Sequence[LedgerEntry]) -> None:
+            if self._replay.remembers:
+                check_memories(entries, memories_of(kept[begins].parts))
+
         if first is None:
             first = choose_start(way, last, kept, check)
-        await self._store.find_kept(first)
+        kept[first] = await self._store.find_kept(first)
         chosen = way_between(way, first, last)
-        before = {version for version in kept if version <= first}
-        start = choose_start(way, last, before, check, newest=True)
-        return _Way(first, kept[start], way_between(way, start, last)[: -len(chosen)], chosen)
+        check(first, chosen)
+        return _Way(kept[first], chosen)
 
-    async def _start(self, way: _Way) -> None:
-        """Stand at the way's first version."""
-        await self._begin(way.start)
-        for entry in way.lead:
-            await compute(self._replay.advance, entry)
+    def _has_all(self, checkpoint: Manifest) -> bool:
+        """Whether a replay can begin there: an older release did not keep what compressions remember."""
+        return not self._replay.remembers or bool(memories_of(checkpoint.parts))
 
     async def _begin(self, manifest: Manifest) -> None:
         parts = {name: await self._store.load(part) for name, part in manifest.parts.items()}
         progress = await restore(self._setup, self._learner, manifest, parts, self._setup.samples)
-        self._replay.begin(progress)
+        await compute(self._replay.begin, progress, parts)
 
 
 class _Search:
@@ -261,10 +260,6 @@ class _Search:
         while self.place < place:
             await compute(self._replay.advance, self.entries[self.place])
             self.place += 1
-
-
-def _pass(way: Sequence[LedgerEntry]) -> None:
-    """Without memories, every way can be gone."""
 
 
 def _judge(

@@ -12,27 +12,30 @@ import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from taskmesh.checkpoints.manifest import Manifest, is_whole
+from taskmesh.checkpoints.tables import memory_name
 from taskmesh.errors import CheckpointError, TaskmeshError, TrainingError
-from taskmesh.events import Committed, Observers, RolledBack
+from taskmesh.events import Committed, MemoryMoved, Observers, RolledBack
 from taskmesh.training import saver
 from taskmesh.training.aggregate import Update
 from taskmesh.training.collect import Collector, Gathered
-from taskmesh.training.commit import Committer
+from taskmesh.training.commit import Committer, Loaded
 from taskmesh.training.compute import compute
 from taskmesh.training.data import Sampler
 from taskmesh.training.host import HostMemory
 from taskmesh.training.learner import Learner
 from taskmesh.training.ledger import LedgerEntry
+from taskmesh.training.memory import MemoryGone, pack
 from taskmesh.training.plan import Plan, make_plan
 from taskmesh.training.progress import Progress
 from taskmesh.training.replay import Point
 from taskmesh.training.setup import RunSetup
 
 log = logging.getLogger("taskmesh.training")
+LOSSES = 20  # returns to one and the same checkpoint because workers were lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class Master:
         self.progress = Progress()
         self._is_between_steps = True  # else the learner's parameters are not the current version's
         self._returns: Counter[int] = Counter()
+        self._losses: Counter[int] = Counter()
         self._requests: list[tuple[int, asyncio.Future[int]]] = []
 
     async def run(self, steps: int, on_commit: Callable[[Committed], None] | None = None) -> Finished:
@@ -89,7 +93,23 @@ class Master:
             TrainingError: it cannot go on.
             CheckpointError: there is no whole checkpoint to go on from, or back to.
         """
-        self.progress = await self._committer.begin(self._sampler.samples)
+        await self.resume()
+        while (current := await self._go_on(steps, on_commit)) is None:
+            pass  # a worker was lost with what it remembered: some of the steps are taken again
+        digest = current.parts["parameters"].root.hex()
+        loss = current.metrics.get("loss", float("nan"))
+        return Finished(current.version, current.step, loss, digest, current.skipped)
+
+    async def _go_on(self, steps: int, on_commit: Callable[[Committed], None] | None) -> Manifest | None:
+        """Take steps until there are so many, and keep the last; None when the run had to go back for a lost worker."""
+        try:
+            await self._take_steps(steps, on_commit)
+            return await self._committer.end()
+        except MemoryGone as gone:
+            await self._return_for(gone)
+            return None
+
+    async def _take_steps(self, steps: int, on_commit: Callable[[Committed], None] | None) -> None:
         try:
             while True:
                 await self._serve_requests()
@@ -101,10 +121,6 @@ class Master:
         except asyncio.CancelledError:
             await self._keep_where_it_is()
             raise
-        current = await self._committer.end()
-        digest = current.parts["parameters"].root.hex()
-        loss = current.metrics.get("loss", float("nan"))
-        return Finished(current.version, current.step, loss, digest, current.skipped)
 
     async def _keep_where_it_is(self) -> None:
         """Asked to stop: no step that was taken is lost, where there is time to keep it."""
@@ -162,6 +178,7 @@ class Master:
     async def _commit(self, plan: Plan, gathered: Gathered, update: Update, started: float) -> Committed:
         losses = self.progress.losses.add(update.loss, self._setup.divergence.window)
         progress = replace(self.progress, step=plan.step, drawn=plan.drawn, losses=losses)
+        self._collector.roster.take_seats(gathered.seats)
         assert self._committer.current is not None
         version, parent = self._committer.version + 1, self._committer.current.version
         await self._committer.commit(
@@ -179,7 +196,7 @@ class Master:
             ),
         )
         self.progress = progress
-        self._collector.roster.take_seats(gathered.seats)
+        self._tell_of_moves(plan.step, gathered)
         await self._offer(gathered)
         dense_bytes = 4 * self._learner.flat.layout.float_count * len(plan.shards)
         seconds = time.monotonic() - started
@@ -207,10 +224,7 @@ class Master:
 
     async def _return_from(self, plan: Plan, reason: str) -> None:
         """Go back to the newest checkpoint, and leave the batch out."""
-        found = await self._committer.newest_kept()
-        if found is None:
-            raise TrainingError(f"run {self._setup.name!r}: no checkpoint to go back to after {reason}")
-        target, parts = found
+        target, parts = await self._newest(reason)
         self._returns[target.step] += 1
         if self._returns[target.step] > self._setup.divergence.rollbacks:
             raise TrainingError(
@@ -226,10 +240,43 @@ class Master:
             plan.batch,
             sum(map(len, plan.shards)),
         )
-        samples = self._sampler.samples
-        self.progress = await self._committer.roll_back(target, parts, plan.batches, samples)
-        self._collector.roster.clear_seats(target.step, f"the run went back to step {target.step}")
+        await self._go_back(target, parts, plan.batches)
         self._tell_of_rollback(target, f"{reason}; batch {plan.batch} is left out")
+
+    async def _return_for(self, gone: MemoryGone) -> None:
+        """Go back to the newest checkpoint, which has what was lost with a worker, and leave nothing out.
+
+        The steps since are the same again. It is no divergence, so it may happen as often as workers die; only a run
+        that never gets to its next checkpoint is ended.
+        """
+        self._is_between_steps = False
+        target, parts = await self._newest(str(gone))
+        self._losses[target.step] += 1
+        if self._losses[target.step] > LOSSES:
+            raise TrainingError(
+                f"run {self._setup.name!r} has lost workers {LOSSES} times on its way from the checkpoint of step "
+                f"{target.step} to the next one: let it keep more of them (Every(steps=)); the last time {gone}"
+            ) from gone
+        log.warning(
+            "run %s: %s; back from step %d to step %d, nothing is left out",
+            self._setup.name,
+            gone,
+            self.progress.step,
+            target.step,
+        )
+        await self._go_back(target, parts, ())
+        self._tell_of_rollback(target, f"{gone}; nothing is left out")
+        self._is_between_steps = True
+
+    async def _newest(self, reason: str) -> Loaded:
+        found = await self._committer.newest_kept()
+        if found is None:
+            raise TrainingError(f"run {self._setup.name!r}: no checkpoint to go back to after {reason}")
+        return found
+
+    async def _go_back(self, target: Manifest, parts: Mapping[str, memoryview], skip: Sequence[int]) -> None:
+        self.progress = await self._committer.roll_back(target, parts, skip, self._sampler.samples)
+        self._collector.roster.resume_seats(self._committer.checkpoint)
 
     def request_rollback(self, version: int) -> asyncio.Future[int]:
         """Go back to a kept version before the next step; resolves with the new version."""
@@ -267,8 +314,7 @@ class Master:
             CheckpointError: it is not kept (any more), or damaged.
         """
         target, parts = await self._committer.load_kept(version)
-        self.progress = await self._committer.roll_back(target, parts, (), self._sampler.samples)
-        self._collector.roster.clear_seats(target.step, f"the run went back to step {target.step}")
+        await self._go_back(target, parts, ())
         self._tell_of_rollback(target, "asked for")
         return self._committer.version
 
@@ -282,7 +328,8 @@ class Master:
             self._committer.version + 1, parent, progress.step, -1, without=without, since=since
         )
         metrics = {"loss": losses[-1]} if losses else {}
-        await self._committer.adopt(progress, metrics, self._sampler.samples, entry)
+        memories = {memory_name(shard): pack(state) for shard, state in point.memories.items() if state}
+        await self._committer.adopt(progress, metrics, self._sampler.samples, entry, memories)
         self.progress = progress
         log.info(
             "run %s: version %d is version %d formed again without worker %s",
@@ -296,6 +343,19 @@ class Master:
     async def resume(self) -> None:
         """Take the run up without going on."""
         self.progress = await self._committer.begin(self._sampler.samples)
+        self._collector.roster.resume_seats(self._committer.checkpoint)
+
+    def _tell_of_moves(self, step: int, gathered: Gathered) -> None:
+        if gathered.moved:
+            shards, size_bytes = tuple(sorted(gathered.moved)), sum(gathered.moved.values())
+            log.info(
+                "run %s, step %d: what the compression of shards %s remembers went to other workers (%d bytes)",
+                self._setup.name,
+                step,
+                list(shards),
+                size_bytes,
+            )
+            self._observers.emit(MemoryMoved(self._setup.name, step, shards, size_bytes))
 
     def _tell_of_rollback(self, target: Manifest, reason: str) -> None:
         self._observers.emit(RolledBack(self._setup.name, self._committer.version, target.version, reason))

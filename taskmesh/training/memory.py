@@ -6,13 +6,29 @@ So a gradient that is refused, computed twice or taken back changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
+
+from taskmesh.errors import CheckpointError, TrainingError
 from taskmesh.training.buckets import Bucket
-from taskmesh.training.compression.base import Compression, Memory
+from taskmesh.training.compression.base import Compression, Memory, Values
 
 State = tuple[Memory, ...]
-FRESH = ""
+RECENT = 10  # versions
+
+
+class MemoryGone(TrainingError):
+    """What the compression of shards remembered is nowhere any more: the run has to go on from a checkpoint.
+
+    Args:
+        holder: the worker that had it; "" where it was a checkpoint's.
+        reason: why a checkpoint does not have it.
+    """
+
+    def __init__(self, holder: str, shards: Sequence[int], reason: str = "") -> None:
+        why = f"worker {holder} had it" if holder else reason
+        super().__init__(f"what the compression of shards {list(shards)} remembered is lost: {why}")
 
 
 class Memories:
@@ -20,6 +36,7 @@ class Memories:
 
     def __init__(self) -> None:
         self._states: dict[int, dict[str, State]] = {}
+        self._used: dict[int, int] = {}
 
     def get(self, shard: int, name: str) -> State | None:
         """A state, by its name; None when it is not here (any more)."""
@@ -30,6 +47,20 @@ class Memories:
         known = self._states.get(shard, {})
         self._states[shard] = {each: known[each] for each in (before,) if each in known} | {name: state}
 
+    def note_use(self, shard: int, version: int) -> None:
+        """A shard was computed here, from that version."""
+        self._used[shard] = version
+
+    def in_use(self) -> list[tuple[int, str, State]]:
+        """The states of shards that were computed here lately: the others are held elsewhere by now."""
+        oldest = max(self._used.values(), default=0) - RECENT
+        return [
+            (shard, name, state)
+            for shard, states in self._states.items()
+            if self._used.get(shard, oldest) >= oldest
+            for name, state in states.items()
+        ]
+
 
 def fresh(compression: Compression, buckets: Sequence[Bucket]) -> State:
     """What is remembered before the first step."""
@@ -39,3 +70,43 @@ def fresh(compression: Compression, buckets: Sequence[Bucket]) -> State:
 def copy(memory: Memory) -> Memory:
     """One bucket's memory again, to be changed."""
     return {name: values.copy() for name, values in memory.items()}
+
+
+def size_of(state: State) -> int:
+    """Its bytes; 0 where nothing is remembered."""
+    return sum(values.nbytes for values in _arrays(state))
+
+
+def pack(state: State) -> memoryview:
+    """A state as bytes: its arrays, bucket after bucket, as little-endian fp32."""
+    arrays = list(_arrays(state))
+    return np.concatenate(arrays).astype("<f4", copy=False).data.cast("B") if arrays else memoryview(b"")
+
+
+def unpack(data: memoryview, like: State) -> State:
+    """A state from its bytes.
+
+    Args:
+        like: a state of the same compression and buckets.
+
+    Raises:
+        CheckpointError: the bytes are those of another compression or model.
+    """
+    if len(data) != size_of(like):
+        raise CheckpointError(
+            f"what a compression remembers has {len(data)} bytes; this side expects {size_of(like)}"
+        )
+    values = np.frombuffer(data, "<f4").astype(np.float32)
+    at = 0
+    state: list[Memory] = []
+    for memory in like:
+        found: Memory = {}
+        for name, array in memory.items():
+            found[name] = values[at : at + array.size].reshape(array.shape)
+            at += array.size
+        state.append(found)
+    return tuple(state)
+
+
+def _arrays(state: State) -> Iterator[Values]:
+    return (values.ravel() for memory in state for values in memory.values())

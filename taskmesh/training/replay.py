@@ -15,6 +15,7 @@ from torch import Tensor
 
 from taskmesh.broker import chunks
 from taskmesh.checkpoints.manifest import Part, checksum_of, digest_of, root_of
+from taskmesh.checkpoints.tables import memories_of
 from taskmesh.errors import CheckpointError, TrainingError
 from taskmesh.training.aggregate import Pool, Round, Update
 from taskmesh.training.buckets import cut
@@ -22,7 +23,7 @@ from taskmesh.training.collect import KEPT_ARRAYS, new_round
 from taskmesh.training.data import Sampler
 from taskmesh.training.learner import Learner
 from taskmesh.training.ledger import LedgerEntry, Share
-from taskmesh.training.memory import State
+from taskmesh.training.memory import State, fresh, size_of, unpack
 from taskmesh.training.orders import ShardOrder, ShardResult
 from taskmesh.training.plan import Plan, plan_of
 from taskmesh.training.progress import Progress
@@ -61,14 +62,19 @@ class Replay:
         self._pool = Pool(self._layout.parameter_count, KEPT_ARRAYS)
         self._gradient: list[Tensor] = []
         self._memories: dict[int, State] = {}
-        self.remembers = any(compression.memory(bucket) for bucket in self._buckets)
+        self.remembers = size_of(fresh(compression, self._buckets)) > 0
         self.progress = Progress()
         self.loss: float | None = None
 
-    def begin(self, progress: Progress) -> None:
-        """The learner holds a checkpoint: go on from it."""
+    def begin(self, progress: Progress, parts: Mapping[str, memoryview]) -> None:
+        """The learner holds a checkpoint: go on from it, and from what its parts say was remembered.
+
+        Raises:
+            CheckpointError: they are another compression's.
+        """
+        like = fresh(self._setup.compression, self._buckets)
         self.progress = progress
-        self._memories = {}
+        self._memories = {shard: unpack(data, like) for shard, data in memories_of(parts).items()}
 
     def point(self) -> Point:
         """The state, to come back to."""
@@ -100,7 +106,6 @@ class Replay:
             TrainingError: what the run could use cannot be used here.
         """
         if entry.batch < 0:  # a rollback: the state is that of its parent
-            self._memories.clear()
             return 0
         plan = self._plan(entry)
         shares = [share for share in sorted(entry.shares) if share.worker != without]
@@ -248,41 +253,39 @@ def choose_start(
     way: Sequence[LedgerEntry],
     last: int,
     kept: Container[int],
-    check: Callable[[Sequence[LedgerEntry]], None],
-    *,
-    newest: bool = False,
+    check: Callable[[int, Sequence[LedgerEntry]], None],
 ) -> int:
-    """The oldest (or newest) kept version on a lineage from which the last one can be formed.
+    """The oldest kept version on a lineage from which the last one can be formed.
 
     Args:
-        check: raises what speaks against a way.
+        check: raises what speaks against a way that begins with that version.
 
     Raises:
         CheckpointError: there is none.
     """
     refusal: CheckpointError | None = None
-    places = range(len(way))
-    for place in reversed(places) if newest else places:
-        if way[place].parent in kept:
+    for place, entry in enumerate(way):
+        if entry.parent in kept:
             try:
-                check(way[place:])
+                check(entry.parent, way[place:])
             except CheckpointError as error:
                 refusal = refusal or error
             else:
-                return way[place].parent
+                return entry.parent
     raise refusal or CheckpointError(f"no version that led to version {last} is kept (any more)")
 
 
-def check_memories(way: Sequence[LedgerEntry]) -> None:
+def check_memories(way: Sequence[LedgerEntry], kept: Iterable[int]) -> None:
     """See that it is known all along what a compression that remembers goes on from.
+
+    Args:
+        kept: the shards whose memory is in the checkpoint that the way begins with.
 
     Raises:
         CheckpointError: it is not.
     """
-    known: set[int] = set()
+    known = set(kept)
     for entry in way:
-        if entry.batch < 0:
-            known.clear()
         for share in entry.shares:
             if share.shard not in entry.anew and share.shard not in known:
                 raise _unknown_memory(entry, share.shard)
@@ -291,7 +294,6 @@ def check_memories(way: Sequence[LedgerEntry]) -> None:
 
 def _unknown_memory(entry: LedgerEntry, shard: int) -> CheckpointError:
     return CheckpointError(
-        f"version {entry.version} cannot be formed again from there: what the compression of shard {shard} remembered "
-        "is not in checkpoints, and the version at which it began anew (the run's first, or one that it went back to) "
-        "is not kept (any more)"
+        f"version {entry.version} cannot be formed again from there: the checkpoint does not have what the compression "
+        f"of shard {shard} remembered; an older release kept it"
     )

@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from taskmesh.app.client import Client
 from taskmesh.broker.liveness import live_workers
+from taskmesh.checkpoints.manifest import Manifest, Part
+from taskmesh.checkpoints.tables import memories_of
 from taskmesh.events import MemoryLost, Observers
+from taskmesh.results.handle import Handle
 from taskmesh.training.setup import RunSetup
 
 log = logging.getLogger("taskmesh.training")
+R = TypeVar("R")
+PATIENCE = 10.0
 QUARANTINE_AFTER = 3
 
 
 class Seat(NamedTuple):
-    """Who holds a shard, and the name of what its compression remembers there."""
+    """Who holds a shard, and the name of what its compression remembers there.
+
+    Attributes:
+        kept: where a checkpoint has it, after the run has come (back) to one; then nobody holds the shard yet.
+    """
 
     holder: str = ""
     memory: str = ""
+    kept: Part | None = None
 
 
 class Roster:
-    """One run's workers."""
+    """One run's workers.
 
-    def __init__(self, setup: RunSetup, client: Client, observers: Observers) -> None:
+    Args:
+        remembers: whether the run's compression remembers something.
+    """
+
+    def __init__(self, setup: RunSetup, client: Client, observers: Observers, *, remembers: bool) -> None:
         self._setup = setup
+        self._remembers = remembers
         self._client = client
         self._observers = observers
         self._offences: Counter[str] = Counter()
@@ -88,24 +104,49 @@ class Roster:
         """A step was taken: what its contributions led to is what the next ones go on from."""
         self._seats.update(seats)
 
-    def clear_seat(self, shard: int, step: int, reason: str) -> None:
-        """What a shard's compression remembered is lost: it begins anew."""
-        if self._seats.pop(shard, None) is not None:
-            self._tell(step, (shard,), reason)
+    @property
+    def seats(self) -> dict[int, Seat]:
+        """Those of all the shards whose compression remembers something."""
+        return dict(self._seats)
 
-    def clear_seats(self, step: int, reason: str) -> None:
-        """The run goes on from another version: what was remembered since does not belong to it."""
-        shards = tuple(sorted(self._seats))
-        self._seats.clear()
-        if shards:
-            self._tell(step, shards, reason)
+    def resume_seats(self, checkpoint: Manifest) -> None:
+        """The run goes on from a checkpoint, and so does what was remembered there."""
+        self._seats = {
+            shard: Seat("", part.root.hex(), part) for shard, part in memories_of(checkpoint.parts).items()
+        }
+        if self._remembers and checkpoint.step and not self._seats:
+            self._tell_of_loss(checkpoint)
 
-    def _tell(self, step: int, shards: tuple[int, ...], reason: str) -> None:
+    async def answer(self, handle: Handle[R], holder: str) -> R | None:
+        """What became of a task; None when it goes to a worker that is not there any more, and was taken back.
+
+        Args:
+            holder: the only worker that can do it; "" where any can.
+        """
+        if not holder:
+            return await handle.result()
+        look_every = min(PATIENCE, self._client.settings.liveness_ttl) / 4
+        waiting = asyncio.create_task(handle.result(), name="taskmesh result")
+        try:
+            while True:
+                await asyncio.wait([waiting], timeout=look_every)
+                if waiting.done():
+                    return waiting.result()
+                if holder not in await self.live_workers():
+                    await handle.cancel()
+                    return None
+        finally:
+            waiting.cancel()
+
+    def _tell_of_loss(self, checkpoint: Manifest) -> None:
+        """An older release did not keep it."""
+        shards = tuple(range(self._setup.shards))
+        reason = f"the checkpoint of step {checkpoint.step} does not have what it remembered"
         log.warning(
             "run %s, step %d: the compression of shards %s begins anew: %s",
             self._setup.name,
-            step,
+            checkpoint.step,
             list(shards),
             reason,
         )
-        self._observers.emit(MemoryLost(self._setup.name, step, shards, reason))
+        self._observers.emit(MemoryLost(self._setup.name, checkpoint.step, shards, reason))

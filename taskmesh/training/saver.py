@@ -1,6 +1,7 @@
 """Checkpoints behind a run's back: copied aside at once, hashed and written while the next steps are taken.
 
-At most one is on its way. One that is due by its step while another still is waits for it, and the run with it: no
+What the workers remember for their shards they write themselves, likewise (``taskmesh.training.keeper``). At most one
+checkpoint is on its way. One that is due by its step while another still is waits for it, and the run with it: no
 server is so slow that checkpoints are left out. One that is due by the clock is put off instead.
 """
 
@@ -18,7 +19,9 @@ from taskmesh.checkpoints.store import VersionStore
 from taskmesh.errors import CheckpointError
 from taskmesh.events import Checkpointed, MirrorFailed, Observers
 from taskmesh.training.compute import enqueue
+from taskmesh.training.keeper import Begun, Keeper
 from taskmesh.training.learner import Learner
+from taskmesh.training.memory import MemoryGone
 from taskmesh.training.room import when_there_is_room
 from taskmesh.training.setup import RunSetup
 from taskmesh.training.snapshot import Memory, Snapshot, take_snapshot
@@ -35,7 +38,13 @@ class Saver:
     """
 
     def __init__(
-        self, setup: RunSetup, store: VersionStore, learner: Learner, token: int, observers: Observers
+        self,
+        setup: RunSetup,
+        store: VersionStore,
+        learner: Learner,
+        token: int,
+        observers: Observers,
+        keeper: Keeper,
     ) -> None:
         keys, place = setup.keys, setup.checkpoint.mirror
         self._setup = setup
@@ -44,6 +53,9 @@ class Saver:
         self._token = token
         self._observers = observers
         self._memory = Memory()
+        self._keeper = keeper
+        self._collecting: asyncio.Task[Begun] | None = None
+        self._blocked = 0.0  # seconds that the run waited for the workers
         self._saving: asyncio.Task[None] | None = None
         self.mirror = None if place is None else Mirror(place, keys.mesh, keys.run)
         self.newest: Manifest | None = None
@@ -63,20 +75,52 @@ class Saver:
             await asyncio.wait({self._saving})
         self.check()
 
-    async def begin(self, version: Manifest, state: Mapping[str, Any], *, mirrored: bool = True) -> None:
+    async def settle(self) -> None:
+        """As ``wait``, for a run that goes back: what the version that it leaves remembered may be lost."""
+        try:
+            await self.wait()
+        except MemoryGone:
+            self._saving = self._collecting = None
+
+    async def collected(self) -> None:
+        """Return when the workers hold on to what they remember for the checkpoint on its way.
+
+        Raises:
+            MemoryGone: one of them is not there any more; there will be no such checkpoint.
+        """
+        if self._collecting is not None:
+            began = self._now()
+            await asyncio.wait({self._collecting})
+            self._blocked += self._now() - began
+            self._collecting.result()
+
+    async def begin(
+        self,
+        version: Manifest,
+        state: Mapping[str, Any],
+        memories: Mapping[str, memoryview] | None = None,
+        *,
+        mirrored: bool = True,
+    ) -> None:
         """Make the current version a checkpoint; returns when its copy is sure to be of this instant.
 
         The compute thread copies before it does anything else with the parameters.
 
         Args:
             state: what the next steps depend on beside the learner.
+            memories: the parts with what compressions remember, where the workers do not have it.
             mirrored: whether it goes to the mirror too.
         """
         waited_from = self._now()
         await self.wait()
         began = self._now()
         copying = enqueue(self._copy, dict(state))
-        self._start(self._save(version, copying, (began - waited_from, began), mirrored))
+        seats = self._keeper.seats if memories is None else {}
+        self._blocked = began - waited_from
+        self._collecting = asyncio.create_task(
+            self._keeper.begin(version.version, seats, self.newest), name="taskmesh memories"
+        )
+        self._start(self._save(version, copying, self._collecting, dict(memories or {}), began, mirrored))
 
     def mirror_copy(self, manifest: Manifest, parts: Mapping[str, memoryview]) -> None:
         """Let the mirror have a version whose parts are here. Not while a checkpoint is on its way."""
@@ -103,18 +147,26 @@ class Saver:
 
     def _tell(self, saving: asyncio.Task[None]) -> None:
         error = None if saving.cancelled() else saving.exception()
-        if error is not None:
+        if error is not None and not isinstance(error, MemoryGone):
             log.error("run %s: a checkpoint failed: %s; those before it stay", self._setup.name, error)
 
     def _copy(self, state: dict[str, Any]) -> Snapshot:
         return take_snapshot(self._learner.flat, {**self._learner.state(), **state}, self._memory)
 
     async def _save(
-        self, version: Manifest, copying: Awaitable[Snapshot], times: tuple[float, float], mirrored: bool
+        self,
+        version: Manifest,
+        copying: Awaitable[Snapshot],
+        collecting: Awaitable[Begun],
+        memories: dict[str, memoryview],
+        began: float,
+        mirrored: bool,
     ) -> None:
         snapshot = await copying
+        written = await self._keeper.finish(await collecting)
+        values = {**snapshot.parts, **memories}
         parts = await when_there_is_room(
-            lambda: self._store.write_kept(version.version, self._token, snapshot.parts, self.newest),
+            lambda: self._store.write_kept(version.version, self._token, values, self.newest, written),
             f"run {self._setup.name}",
         )
         kept = replace(version, kept=True, parts=parts)
@@ -123,7 +175,6 @@ class Saver:
         dropped = [old for old in history if old.version not in stay]
         await self._store.keep(kept, self._token, dropped, stands_for=version)
         self.newest = kept
-        waited, began = times
         self._observers.emit(
             Checkpointed(
                 self._setup.name,
@@ -132,12 +183,13 @@ class Saver:
                 self._now() - began,
                 kept.size_bytes,
                 kept.written_bytes,
-                waited,
+                self._blocked,
                 snapshot.seconds,
             )
         )
-        if mirrored:
-            await self._write_mirror(kept, snapshot.parts)
+        if mirrored and self.mirror is not None:
+            there = {name: await self._store.load(part) for name, part in written.items()}
+            await self._write_mirror(kept, {**values, **there})
 
     async def _write_mirror(self, manifest: Manifest, parts: Mapping[str, memoryview]) -> None:
         """The run goes on without its mirror: the checkpoint is safe where it belongs."""

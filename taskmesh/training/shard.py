@@ -24,10 +24,11 @@ from taskmesh.training.compute import compute
 from taskmesh.training.fingerprint import fingerprint
 from taskmesh.training.follower import Follower
 from taskmesh.training.group import Member
+from taskmesh.training.holding import Holding
 from taskmesh.training.host import HostMemory, host_name
-from taskmesh.training.memory import Memories, State
+from taskmesh.training.memory import State
 from taskmesh.training.notes import Note
-from taskmesh.training.orders import ShardOrder, ShardResult
+from taskmesh.training.orders import MemoryOrder, MemoryResult, ShardOrder, ShardResult
 from taskmesh.training.parameters import Versions
 from taskmesh.training.ranks import Ranks
 from taskmesh.training.replica import Computed, Gradients, Recipe, Replica
@@ -48,7 +49,7 @@ class Shards:
         self._recipe = recipe
         self._replica: Replica = Replica(recipe)
         self._gradients = Gradients()
-        self._memories = Memories()
+        self._holding = Holding(mesh, keys, self._unpack)
         self._versions = Versions(self._load, HostMemory(host_name(mesh.settings.url, keys)))
         self._follower = recipe.follow and Follower(recipe.follow)
 
@@ -79,20 +80,27 @@ class Shards:
             return ShardResult("unlike", context.worker, self._recipe.fingerprint)
         if order.holder not in ("", context.worker):
             context.pass_to(order.holder)
-        state = self._memories.get(order.shard, order.memory) if order.memory else None
-        if order.memory and state is None:
-            return ShardResult("forgot", context.worker)
+        try:
+            held = (
+                await self._holding.find(order.shard, order.memory, order.kept_memory)
+                if order.memory
+                else None
+            )
+        except CheckpointError as error:
+            return ShardResult("forgot", context.worker, str(error))
         attempt = f"{context.task_id}.{context.deliveries}"
         with self._gradients.lend() as memory:
             try:
                 async with self._versions.use(order.parameters, order.update) as parameters:
+                    state = None if held is None else held.state
                     found = await self._compute_and_send(order, parameters, memory, state, attempt)
             except CheckpointError as error:
                 return ShardResult("gone", context.worker, str(error))
             if found.reason is not None:
                 return ShardResult("refused", context.worker, found.reason)
             if found.memory:
-                self._memories.keep(order.shard, order.memory, attempt, found.memory)
+                self._holding.memories.keep(order.shard, order.memory, attempt, found.memory)
+                self._holding.memories.note_use(order.shard, order.version)
             is_small = sum(piece.nbytes for piece in found.pieces) <= INLINE_BYTES
             return ShardResult(
                 "computed",
@@ -105,7 +113,16 @@ class Shards:
                 attempt,
                 () if is_small else found.digests,
                 bool(found.memory),
+                0 if held is None else held.moved_bytes,
             )
+
+    async def write_memory(self, order: MemoryOrder, context: Context) -> MemoryResult:
+        """Write what the compression of shards remembers here, for a checkpoint or for another worker."""
+        return await self._holding.write(order, context)
+
+    async def leave(self) -> None:
+        """This worker stops."""
+        await self._holding.leave()
 
     async def infer(self, parameters: Part, layout: str, rows: Tensor) -> Tensor:
         """The model's outputs for a batch of inputs, in evaluation mode.
@@ -158,6 +175,9 @@ class Shards:
             lambda: chunks.put(self._mesh.client.bulk, keys, found.pieces, GRADIENT_TTL_MS),
             f"run {self._recipe.run}",
         )
+
+    async def _unpack(self, data: memoryview) -> State:
+        return await compute(self._replica.unpack, data)
 
     async def _load(self, part: Part, update: Part | None, into: memoryview) -> None:
         client = self._mesh.client

@@ -15,7 +15,9 @@ from taskmesh.checkpoints.retention import Every
 from taskmesh.errors import BrokerError, CheckpointError, ConfigurationError, TaskmeshError, TrainingError
 from taskmesh.events import Committed
 from taskmesh.keys import RunKeys, check_name
+from taskmesh.messages import Priority
 from taskmesh.tasks import Retry, TaskOptions
+from taskmesh.training.buckets import cut
 from taskmesh.training.collect import Collector
 from taskmesh.training.commit import Committer
 from taskmesh.training.compatibility import check
@@ -26,15 +28,18 @@ from taskmesh.training.fingerprint import fingerprint
 from taskmesh.training.group import Member
 from taskmesh.training.history import Formed
 from taskmesh.training.host import HostMemory, host_name
+from taskmesh.training.keeper import Keeper
 from taskmesh.training.learner import Learner, OptimizerMaker, ScheduleMaker
 from taskmesh.training.local import Local, outer_optimizer
 from taskmesh.training.master import Finished, Master
+from taskmesh.training.memory import fresh, size_of
 from taskmesh.training.modes import LocalSteps, Mode, Synchronous
 from taskmesh.training.ranks import Ranks
 from taskmesh.training.reader import RunReader
 from taskmesh.training.replica import LossFunction, Recipe
 from taskmesh.training.robust import Aggregation, Mean
 from taskmesh.training.rollback import OnDivergence
+from taskmesh.training.roster import Roster
 from taskmesh.training.setup import RunSetup
 from taskmesh.training.shard import Shards
 
@@ -47,7 +52,7 @@ class Trainer(RunReader):
     """A training run over a Mesh: synchronous, data-parallel, the same bits with any number of workers.
 
     To be constructed at the top level of a module that the workers import too: it registers the run's tasks
-    (``<name>.gradient`` and ``<name>.infer``, on the queue ``<name>``) with the Mesh.
+    (``<name>.gradient``, ``<name>.memory`` and ``<name>.infer``, on the queue ``<name>``) with the Mesh.
 
     Args:
         mesh: where it runs.
@@ -169,6 +174,9 @@ class Trainer(RunReader):
             queue=name, result_ttl=RESULT_TTL, retry=INFERENCE_RETRY, raises=(CheckpointError,)
         )
         self._infer = mesh.add_task(self._shards.infer, f"{name}.infer", options)
+        options = TaskOptions(queue=name, result_ttl=RESULT_TTL, priority=Priority.HIGH)
+        self._memory = mesh.add_task(self._shards.write_memory, f"{name}.memory", options)
+        mesh.registry.leaving.append(self._shards.leave)
         self._master: Master | None = None
         mesh.runs[name] = self
 
@@ -288,19 +296,25 @@ class Trainer(RunReader):
 
     async def _work(self, work: Callable[[Master], Awaitable[R]], learner: Learner, token: int) -> R:
         store = self.store
-        committer = Committer(self._setup, store, learner, token, self.mesh.observers)
+        layout = learner.flat.layout
+        compression = self._setup.compression
+        state = fresh(compression, cut(layout, whole=compression.takes_whole_parameters))
+        observers = self.mesh.observers
+        roster = Roster(self._setup, self.mesh.client, observers, remembers=size_of(state) > 0)
+        keeper = Keeper(self._setup, roster, self._memory, token, size_of(state))
+        committer = Committer(self._setup, store, learner, token, observers, keeper)
         collector = Collector(
             self._setup,
             self.mesh.client,
-            self.mesh.observers,
+            observers,
             self._gradient,
-            learner.flat.layout,
+            layout,
+            roster,
+            keeper,
             committer.republish,
         )
         host = HostMemory(host_name(self.mesh.settings.url, self._setup.keys))
-        self._master = Master(
-            self._setup, self._sampler, learner, committer, collector, self.mesh.observers, host
-        )
+        self._master = Master(self._setup, self._sampler, learner, committer, collector, observers, host)
         listening = asyncio.create_task(collector.listen(), name="taskmesh notes")
         try:
             return await work(self._master)

@@ -1,7 +1,8 @@
 """A worker: starts, serves, drains, stops.
 
 The order of a stop: fetching ends; what has not started is handed back; handlers finish, or are cancelled and
-handed back; everything is settled; the worker leaves its queues; last of all the heartbeat ends.
+handed back; everything is settled; what others need of it is left to them; the worker leaves its queues; last of all
+the heartbeat ends.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Worker:
         self._membership = Membership(
             self._sources, registry, mesh_settings, settings, self._slack, self._lost
         )
+        self._leaving = registry.leaving
         self._settlers: dict[Source, Settler] = {}
         self._fetchers: dict[Source, Fetcher] = {}
         self._upkeeps: dict[Source, Upkeep] = {}
@@ -156,6 +158,7 @@ class Worker:
                 await self._endings.drained()
         except TimeoutError:
             log.error("the server is away: outcomes that it has not heard of are left to the next worker")
+        await self._leave_things(give_up_at - time.monotonic())
         self._endings.close()
         await _end(self._background())
         for source in self._sources:
@@ -166,6 +169,15 @@ class Worker:
                 log.warning("queue %s: leaving: %s", source.queue, error)
         await self._membership.stop()
         log.info("worker %s has stopped", self.worker.decode())
+
+    async def _leave_things(self, patience: float) -> None:
+        """What handlers keep in this process, others may need; they do it, within the time of the drain."""
+        try:
+            async with asyncio.timeout(max(2.0, patience)):
+                for leave in self._leaving:
+                    await leave()
+        except Exception as error:
+            log.warning("not all that others need is left to them: %s: %s", type(error).__name__, error)
 
     def abandon(self) -> None:
         """End without a word, as if the process had been killed: nothing is finished, settled or handed back.

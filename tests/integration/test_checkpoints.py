@@ -211,6 +211,31 @@ async def test_a_master_that_was_replaced_does_not_sweep_what_its_successor_writ
     assert await store.load(written["parameters"]) == parts_of(2)["parameters"]
 
 
+async def test_others_write_parts_that_last_with_the_checkpoint(
+    store: VersionStore, token: int, plain: redis.Redis
+) -> None:
+    """What a worker writes goes by itself unless it becomes part of a checkpoint, however late it is written."""
+    earlier = await save(store, token, 1)
+    current = await make_current(store, token, 2)
+    value = content(2)
+    part = await store.write_part(2, token, 4, memoryview(value), earlier.parts["parameters"])
+    assert {key.rpartition(b":")[2] for key in part.keys(KEYS)} == {b"4", b"5", b"6"}
+    assert all(plain.pttl(key) > 0 for key in part.keys(KEYS))
+    written = await store.write_kept(2, token, parts_of(2), earlier, {"memory.0": part})
+    assert written["parameters"].first == 7
+    kept = replace(current, kept=True, parts=written)
+    await store.keep(kept, token, [earlier], current)
+    await store.write_part(2, token, 4, memoryview(value), None)
+    assert all(plain.pttl(key) == -1 for key in kept.keys(KEYS)), "a second delivery changes nothing"
+    assert await store.load(part) == value
+    again = await store.write_part(3, token, 0, memoryview(value), part)
+    assert again.own == [], "equal chunks are borrowed"
+    assert set(plain.keys("*:chunk:*")) == set(kept.keys(KEYS))
+    plain.delete(part.keys(KEYS)[1])
+    with pytest.raises(CheckpointError, match="what was written for version 4 is gone"):
+        await store.write_kept(4, token, parts_of(4), None, {"memory.0": part})
+
+
 async def test_equal_chunks_are_written_once(store: VersionStore, token: int, plain: redis.Redis) -> None:
     first = await save(store, token, 1)
     second = await save(store, token, 2, first)

@@ -22,10 +22,11 @@ from taskmesh.broker.chunks import split
 from taskmesh.checkpoints.files import MANIFEST, MODEL
 from taskmesh.checkpoints.manifest import Manifest, Part, digest_of
 from taskmesh.checkpoints.mirror import Mirror
+from taskmesh.checkpoints.tables import memories_of
 from taskmesh.events import Committed, MirrorFailed
 from taskmesh.keys import RunKeys
 from taskmesh.tensors import FlatModel
-from taskmesh.training import Every, Finished, Trainer
+from taskmesh.training import Every, Finished, TopK, Trainer
 from taskmesh.training.snapshot import Memory, take_snapshot
 from tests.integration.training_support import ONE, Recorder, make_trainer
 
@@ -125,6 +126,31 @@ async def test_a_lost_redis_is_recovered_from_it(
     assert steps == list(range(14, STEPS + 1))
     assert (finished.digest, finished.version) == (expected.digest, STEPS)
     assert [manifest.step for manifest in kept] == [20, 25]
+
+
+async def test_what_compressions_remember_is_there_too(
+    make_mesh: MakeMesh, tmp_path: Path, plain: redis.Redis
+) -> None:
+    place = f"file://{tmp_path}"
+    expected = (await train_sparse(make_mesh("straight"), place, STEPS)).digest
+    await train_sparse(make_mesh(), place, 13)
+    newest = Mirror(place, "test", "digits").load_newest()
+    assert newest is not None
+    _, parts = newest
+    loader = pytest.importorskip("safetensors.numpy", reason="the reader of others")
+    state = loader.load_file(tmp_path / "test" / "digits" / "000000013-1" / "state.safetensors")
+    for shard, memory in memories_of(parts).items():
+        assert state[f"memory/{shard}"].tobytes() == memory
+    plain.flushall()
+    assert (await train_sparse(make_mesh(), place, STEPS)).digest == expected
+
+
+async def train_sparse(mesh: Mesh, place: str, steps: int) -> Finished:
+    trainer = make_trainer(
+        mesh, checkpoint=Every(steps=10, keep=2, mirror=place), compression=TopK(0.05), shards=4
+    )
+    async with workers(mesh):
+        return await trainer.run(steps=steps)
 
 
 async def test_a_run_that_began_is_not_disturbed_by_it(make_mesh: MakeMesh, place: str) -> None:

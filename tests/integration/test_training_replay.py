@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from taskmesh import CheckpointError, ConfigurationError, Mesh, TrainingError
-from taskmesh.checkpoints.lease import Lease
-from taskmesh.events import Committed, MemoryLost
+from taskmesh.events import Committed
 from taskmesh.keys import RunKeys
 from taskmesh.tensors import FlatModel
 from taskmesh.testing import wait_until
@@ -42,7 +41,6 @@ from tests.integration.training_support import (
     LABELS,
     ONE,
     Digits,
-    Recorder,
     build_with_norm,
     loss,
     make_trainer,
@@ -164,27 +162,6 @@ async def test_a_master_that_comes_later_goes_on_from_a_checkpoint(make_mesh: Ma
         trainer = await train(again, 12, checkpoint=Every(steps=5, keep=9))
         way = await assert_it_replays(trainer)
     assert way == [1, 2, 3, 4, 5, *range(10, 17)]
-
-
-async def test_memories_that_were_lost_are_lost_in_the_replay_too(make_mesh: MakeMesh) -> None:
-    recorder = Recorder()
-    mesh = make_mesh(observers=[recorder], liveness_ttl=1.0)
-    trainer = make_trainer(mesh, compression=TopK(0.05), loss=slow, checkpoint=ALL)
-    async with mesh, mesh.worker(ONE), mesh.worker(ONE) as doomed:
-
-        def on_commit(committed: Committed) -> None:
-            if committed.step == 4:
-                doomed.abandon()
-
-        await trainer.run(steps=9, on_commit=on_commit)
-        assert recorder.of(MemoryLost)
-        assert await assert_it_replays(trainer) == list(range(1, 10))
-        assert [version.version for version in await trainer.replay(6)] == [7, 8, 9]
-        store = trainer.store
-        lease = Lease(mesh.client.caller, KEYS, 1.0)
-        await store.drop((await trainer.versions())[:1], await lease.acquire())
-        with pytest.raises(CheckpointError, match=r"what the compression of shard . remembered"):
-            await trainer.replay(6)
 
 
 async def test_what_is_missing_or_damaged_is_said(mesh: Mesh, plain: redis.Redis) -> None:

@@ -1,7 +1,7 @@
 """A small run that tests train; imported by the tests and by the processes that they start and kill.
 
 As a program: ``python training_support.py worker``, or ``master STEPS KILL_AT`` (it kills itself right after the
-commit of step KILL_AT). The server is ``TASKMESH_URL``.
+commit of step KILL_AT). The server is ``TASKMESH_URL``; with ``TASKMESH_TEST_COMPRESSION=topk`` gradients are sparse.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from taskmesh import Mesh, WorkerSettings
 from taskmesh.events import Committed, Event
 from taskmesh.testing.faults import arm_from_environment
-from taskmesh.training import Every, Trainer
+from taskmesh.training import Every, TopK, Trainer
 
 SAMPLES = 1500
 ONE = WorkerSettings(concurrency=1)
@@ -118,7 +118,8 @@ async def lead(mesh: Mesh, trainer: Trainer, steps: int, kill_at: int) -> None:
 
 def main() -> None:
     mesh = Mesh("test")
-    trainer = make_trainer(mesh)
+    remembers = os.environ.get("TASKMESH_TEST_COMPRESSION") == "topk"
+    trainer = make_trainer(mesh, **({"compression": TopK(0.05)} if remembers else {}))
     if sys.argv[1] == "worker":
         arm_from_environment(mesh)
         asyncio.run(serve(mesh))
