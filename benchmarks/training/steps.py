@@ -41,7 +41,7 @@ class Scale:
     crash_steps: int = 100
     checkpoints: int = 3
     parity_seeds: int = 20
-    parity_steps: int = 150
+    parity_steps: int = 400
     seed: int = 1
 
 

@@ -1,4 +1,4 @@
-"""A byte-level transformer of about two million parameters, and the source text of Python's own standard library."""
+"""A byte-level transformer, and the source text of Python's own standard library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 CONTEXT = 64
-WIDTH = 200
+WIDTH = 200  # with four layers, about two million parameters
 HEADS = 4
 LAYERS = 4
 TEXT_BYTES = 4_000_000
@@ -22,20 +22,20 @@ EVALUATED = 64  # of those
 class Block(nn.Module):
     """Attention over the bytes so far, then a perceptron; each adds to what it reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.before_attention = nn.LayerNorm(WIDTH)
-        self.mixed = nn.Linear(WIDTH, 3 * WIDTH)
-        self.joined = nn.Linear(WIDTH, WIDTH)
-        self.before_perceptron = nn.LayerNorm(WIDTH)
-        self.perceptron = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.before_attention = nn.LayerNorm(width)
+        self.mixed = nn.Linear(width, 3 * width)
+        self.joined = nn.Linear(width, width)
+        self.before_perceptron = nn.LayerNorm(width)
+        self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, length, _ = x.shape
-        mixed = self.mixed(self.before_attention(x)).view(rows, length, 3, HEADS, WIDTH // HEADS)
+        rows, length, width = x.shape
+        mixed = self.mixed(self.before_attention(x)).view(rows, length, 3, HEADS, width // HEADS)
         query, key, value = mixed.permute(2, 0, 3, 1, 4)
         seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.joined(seen.transpose(1, 2).reshape(rows, length, WIDTH))
+        x = x + self.joined(seen.transpose(1, 2).reshape(rows, length, width))
         out: Tensor = x + self.perceptron(self.before_perceptron(x))
         return out
 
@@ -43,12 +43,12 @@ class Block(nn.Module):
 class TinyGpt(nn.Module):
     """Logits of the next byte at every place; shapes (rows, length) and (rows, length, 256)."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, layers: int = LAYERS) -> None:
         super().__init__()
-        self.bytes = nn.Embedding(256, WIDTH)
-        self.places = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*[Block() for _ in range(LAYERS)])
-        self.last = nn.LayerNorm(WIDTH)
+        self.bytes = nn.Embedding(256, width)
+        self.places = nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*[Block(width) for _ in range(layers)])
+        self.last = nn.LayerNorm(width)
         for table in (self.bytes, self.places):
             nn.init.normal_(table.weight, std=0.02)
 

@@ -179,12 +179,15 @@ def digits(plan: Plan) -> Work:
 
 
 def tiny(plan: Plan) -> Work:
-    """The byte-level transformer; its first parameters follow from the seed alone, on whatever side it is built."""
+    """The byte-level transformer, or one of ``size`` columns and two layers.
+
+    Its first parameters follow from the seed alone, on whatever side it is built.
+    """
 
     def build() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(plan.seed)
-            return tiny_gpt.TinyGpt()
+            return tiny_gpt.TinyGpt(plan.size, 2) if plan.size else tiny_gpt.TinyGpt()
 
     adam = functools.partial(torch.optim.Adam, lr=1e-3)
     return Work(build, tiny_gpt.loss, tiny_gpt.StandardLibrary(), adam, validate=tiny_gpt.validate)
