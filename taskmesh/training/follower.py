@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -13,13 +12,14 @@ from taskmesh.checkpoints.reading import VersionReader
 from taskmesh.errors import CheckpointError, DecodeError
 from taskmesh.training.compute import compute
 from taskmesh.training.downlink import Step, decode
+from taskmesh.training.host import Held, HostMemory
 from taskmesh.training.learner import Learner
 from taskmesh.training.snapshot import read_state
 
 NEEDED = ("parameters", "tensors", "state", "index")  # of a checkpoint
 
 
-class _Way(NamedTuple):
+class _Way:
     """How a version is reached.
 
     Attributes:
@@ -27,21 +27,34 @@ class _Way(NamedTuple):
         steps: from there, the last one first.
     """
 
-    base: Manifest | None
-    steps: list[Step]
+    def __init__(self) -> None:
+        self.base: Manifest | None = None
+        self.steps: list[Step] = []
+        self._held: list[Held] = []
+
+    def add(self, held: Held, step: Step) -> None:
+        """One more step, before the others, which lies in memory that is held."""
+        self._held.append(held)
+        self.steps.append(step)
+
+    def release(self) -> None:
+        while self._held:
+            self._held.pop().release()
 
 
 class Follower:
     """Brings the parameters of versions, by the steps that led to them.
 
-    One that comes late, or has missed too many of them, begins at a checkpoint.
+    One that comes late, or has missed too many of them, begins at a checkpoint. The workers of a machine share one
+    fetch of each step; each takes it itself.
 
     Args:
         make: makes the learner that is led.
     """
 
-    def __init__(self, make: Callable[[], Learner]) -> None:
+    def __init__(self, make: Callable[[], Learner], host: HostMemory) -> None:
         self._make = make
+        self._host = host
         self._learner: Learner | None = None
         self._version: int | None = None  # that the learner is at
         self._following = asyncio.Lock()
@@ -57,13 +70,17 @@ class Follower:
                 leads elsewhere.
         """
         async with self._following:
-            way = await self._find_way(store, part.version, update)
-            self._version = None  # should this fail on the way
-            base: dict[str, memoryview] = {}
-            if way.base is not None:
-                kept = way.base.parts
-                base = {name: await store.load(kept[name]) for name in NEEDED if name in kept}
-            await compute(self._go, base, way.steps, into)
+            way = _Way()
+            try:
+                await self._find_way(way, store, part.version, update)
+                self._version = None  # should this fail on the way
+                base: dict[str, memoryview] = {}
+                if way.base is not None:
+                    kept = way.base.parts
+                    base = {name: await store.load(kept[name]) for name in NEEDED if name in kept}
+                await compute(self._go, base, way.steps, into)
+            finally:
+                way.release()
             if not is_whole(part, into):
                 raise CheckpointError(
                     f"run {store.keys.run!r}: the steps to version {part.version} lead elsewhere in this process; its "
@@ -71,29 +88,45 @@ class Follower:
                 )
             self._version = part.version
 
-    async def _find_way(self, store: VersionReader, version: int, update: Part) -> _Way:
+    async def _find_way(self, way: _Way, store: VersionReader, version: int, update: Part) -> None:
         """From where the follower stands, if that leads there; else from the newest checkpoint that does."""
         kept = {} if self._version is not None else await _checkpoints(store)
-        steps: list[Step] = []
         at: int = version
         link: Part | None = update
         while at != self._version and at not in kept and link is not None:
             if self._version is not None and at < self._version:
                 break  # the run went back to before what was seen here
             try:
-                steps.append(decode(await store.load(link)))
+                held = await self._fetch(store, link)
+                way.add(held, decode(held.data))
             except (CheckpointError, DecodeError):
                 break
-            at, link = steps[-1].parent, steps[-1].previous
+            at, link = way.steps[-1].parent, way.steps[-1].previous
         if at == self._version:
-            return _Way(None, steps)
+            return
         kept = kept or await _checkpoints(store)
-        for place, passed in enumerate((version, *(step.parent for step in steps))):
+        for place, passed in enumerate((version, *(step.parent for step in way.steps))):
             if passed in kept:
-                return _Way(kept[passed], steps[:place])
+                way.base = kept[passed]
+                del way.steps[place:]
+                return
         raise CheckpointError(f"run {store.keys.run!r}: no checkpoint leads to version {version} (any more)")
 
-    def _go(self, base: Mapping[str, memoryview], steps: list[Step], into: memoryview) -> None:
+    async def _fetch(self, store: VersionReader, update: Part) -> Held:
+        """A step, in memory that this machine's workers share where there is room."""
+        size = update.size_bytes
+
+        async def fill(into: memoryview) -> None:
+            await store.load(update, into[:size])
+
+        shared = await self._host.hold(
+            update.root, _room_for(size), fill, lambda data: is_whole(update, data[:size])
+        )
+        if shared is None:
+            return Held(await store.load(update), lambda: None)
+        return Held(shared.data[:size], shared.release)
+
+    def _go(self, base: Mapping[str, memoryview], steps: Sequence[Step], into: memoryview) -> None:
         if self._learner is None:
             self._learner = self._make()
         if base:
@@ -104,6 +137,12 @@ class Follower:
             except DecodeError as error:
                 raise CheckpointError(str(error)) from None
         np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(self._learner.flat.view(), np.uint8))
+
+
+def _room_for(size: int) -> int:
+    """So many bytes or up to an eighth more: steps differ a little, and shared files are of few sizes."""
+    grain = 1 << max(0, size.bit_length() - 4)
+    return -(-size // grain) * grain
 
 
 async def _checkpoints(store: VersionReader) -> dict[int, Manifest]:

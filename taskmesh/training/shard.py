@@ -50,8 +50,9 @@ class Shards:
         self._replica: Replica = Replica(recipe)
         self._gradients = Gradients()
         self._holding = Holding(mesh, keys, self._unpack)
-        self._versions = Versions(self._load, HostMemory(host_name(mesh.settings.url, keys)))
-        self._follower = recipe.follow and Follower(recipe.follow)
+        host = HostMemory(host_name(mesh.settings.url, keys))
+        self._versions = Versions(self._load, host)
+        self._follower = recipe.follow and Follower(recipe.follow, host)
 
     def join(self, ranks: Ranks) -> Member:
         """Compute shards together with other ranks from now on.

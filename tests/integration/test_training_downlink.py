@@ -11,11 +11,22 @@ import redis
 from torch import Tensor
 
 from taskmesh import Mesh
+from taskmesh.checkpoints.manifest import Part
+from taskmesh.checkpoints.store import VersionStore
 from taskmesh.errors import ConfigurationError
 from taskmesh.events import Committed
 from taskmesh.training import DGC, Compression, Every, Finished, Int8, LocalSteps, LowRank, TopK, Trainer
+from taskmesh.training.follower import Follower
+from taskmesh.training.host import HostMemory
 from tests.conftest import MakeMesh
-from tests.integration.training_support import IMAGES, ONE, Recorder, build_with_norm, make_trainer
+from tests.integration.training_support import (
+    IMAGES,
+    ONE,
+    Recorder,
+    build_broad,
+    build_with_norm,
+    make_trainer,
+)
 
 
 async def train(mesh: Mesh, steps: int, workers: int, **changes: Any) -> tuple[Finished, Trainer]:
@@ -109,6 +120,46 @@ async def test_the_model_can_be_asked_while_only_steps_travel(make_mesh: MakeMes
     async with mesh, mesh.worker(ONE):
         await trainer.run(steps=20, on_commit=on_commit)
         assert (await answers[0]).shape == (10, 10)
+
+
+class Counting(VersionStore):
+    """Counts the steps that are fetched."""
+
+    fetched = 0
+
+    async def load(self, part: Part, into: memoryview | None = None) -> memoryview:
+        self.fetched += not part.kept
+        return await super().load(part, into)
+
+
+async def test_the_workers_of_a_machine_share_one_fetch_of_a_step(make_mesh: MakeMesh) -> None:
+    mesh = make_mesh("machine")
+    trainer = make_trainer(mesh, downlink=Int8(), model=build_broad, batch_size=16, shards=2)
+    led: list[asyncio.Task[list[bytes]]] = []
+
+    async def follow() -> list[bytes]:
+        """Two processes of one machine, neither of which has computed a shard."""
+        client = mesh.client
+        store = Counting(client.caller, client.bulk, trainer.store.keys)
+        manifest = await store.current()
+        assert manifest is not None
+        part, update = manifest.parts["parameters"], manifest.parts["update"]
+        reached = [memoryview(bytearray(part.size_bytes)) for _ in range(2)]
+        followers = [Follower(trainer._new_learner, HostMemory(mesh.name)) for _ in reached]
+        await asyncio.gather(
+            *(each.bring(store, part, update, into) for each, into in zip(followers, reached, strict=True))
+        )
+        assert store.fetched == manifest.version
+        return [bytes(into) for into in reached]
+
+    def on_commit(committed: Committed) -> None:
+        if committed.step == 3:  # as many steps as a machine holds at once
+            led.append(asyncio.create_task(follow()))
+
+    async with mesh, mesh.worker(ONE):
+        await trainer.run(steps=6, on_commit=on_commit)
+        one, other = await led[0]
+    assert one == other
 
 
 async def test_local_steps_go_with_it(make_mesh: MakeMesh) -> None:

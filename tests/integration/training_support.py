@@ -53,6 +53,11 @@ def build_wide() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 10))
 
 
+def build_broad() -> nn.Module:
+    """Large enough for what travels to be worth sharing on a machine."""
+    return nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 10))
+
+
 def build_with_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
 
