@@ -95,7 +95,6 @@ def load_of(cluster: Cluster, method: Method, workers: int, parts: Parts) -> Loa
         dense,
         up=dense * parts.share[method.up],
         down=dense * parts.share[method.down],
-        is_down_compressed=method.down != "none",
         is_sparse=method.up.startswith("topk"),
     )
 
@@ -166,7 +165,7 @@ def _outside(
     fetch = max(wire, server) + parts.receive.seconds(load.down) + 4 * cluster.latency_s
     look = found.check_s_per_byte * load.dense
     writing = found.commit_s_per_byte * load.down
-    if load.is_down_compressed:  # the master compresses the step, and every holder of the parameters takes it
+    if method.down != "none":  # the master compresses the step, and every holder of the parameters takes it
         look += optimizer + load.dense * parts.unpack[method.down]
         writing += load.dense * (parts.pack[method.down] * (1 + found.slower) + parts.unpack[method.down])
     commit = found.commit_step_s + max(writing, load.down / cluster.link)

@@ -22,7 +22,6 @@ class Load(NamedTuple):
         dense: bytes of a gradient, and of the parameters, as fp32.
         up: of one compressed gradient.
         down: of what is fetched of a new version, once for each host.
-        is_down_compressed: every worker fetches it, and steps by it.
         is_sparse: a sum of compressed gradients is as large as they are together, until it is dense.
     """
 
@@ -31,7 +30,6 @@ class Load(NamedTuple):
     dense: float
     up: float
     down: float
-    is_down_compressed: bool = False
     is_sparse: bool = False
 
     @property
@@ -46,12 +44,7 @@ class Load(NamedTuple):
     @property
     def fetched(self) -> float:
         """Bytes of a new version that all hosts fetch together."""
-        return self.down * (self.workers if self.is_down_compressed else self.hosts)
-
-    @property
-    def fetched_here(self) -> float:
-        """Bytes of it that the fullest host fetches."""
-        return self.down * (self.here if self.is_down_compressed else 1)
+        return self.hosts * self.down
 
     def summed(self, gradients: int) -> float:
         """Bytes of the sum of so many gradients, compressed once more."""
@@ -90,7 +83,7 @@ class Traffic(NamedTuple):
 
 
 def star(load: Load) -> Traffic:
-    """Every gradient goes through the server to the master, and every host fetches the parameters."""
+    """Every gradient goes through the server to the master, and every host fetches the version."""
     gradients = load.workers * load.up
     return Traffic(
         sent=gradients,
@@ -127,8 +120,8 @@ def _spread(load: Load, gradients: int, each: float) -> Traffic:
         gathered=load.dense,
         tasks=load.workers + hosts,
         messages=4,
-        down_wire=load.fetched_here,
-        down_server=load.fetched_here,
+        down_wire=load.down,
+        down_server=load.down,
     )
 
 
@@ -165,8 +158,8 @@ def tree(load: Load, fan_in: int = FAN_IN) -> Traffic:
         local=load.here * load.dense,
         tasks=tasks,
         messages=2 * len(levels),
-        down_wire=load.fetched_here,
-        down_server=load.fetched_here,
+        down_wire=load.down,
+        down_server=load.down,
     )
 
 
