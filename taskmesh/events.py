@@ -99,6 +99,22 @@ class ShardRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardRepeated:
+    """A shard that a worker has had for long was given to another one as well.
+
+    Attributes:
+        worker: who has it.
+        seconds: for how long.
+    """
+
+    run: str
+    step: int
+    shard: int
+    worker: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpointed:
     """A version became a checkpoint: complete, and in the run's history.
 
@@ -168,6 +184,7 @@ Event = (
     | WorkerLost
     | Committed
     | ShardRefused
+    | ShardRepeated
     | Checkpointed
     | MirrorFailed
     | RolledBack

@@ -25,6 +25,7 @@ from taskmesh.tasks import MAX_DELIVERIES
 from taskmesh.tensors import FlatLayout
 from taskmesh.training import notes
 from taskmesh.training.aggregate import Pool, Round
+from taskmesh.training.backups import Answer, Backups
 from taskmesh.training.buckets import Bucket, cut
 from taskmesh.training.keeper import Keeper
 from taskmesh.training.ledger import Share
@@ -71,14 +72,6 @@ class Gathered(NamedTuple):
     seats: Mapping[int, Seat]
     anew: tuple[int, ...]
     moved: Mapping[int, int]
-
-
-class _Answer(NamedTuple):
-    """What became of one attempt at a shard; ``reason`` is None when its result was taken."""
-
-    worker: str
-    reason: str | None
-    failure: TaskFailed | None = None
 
 
 def new_round(setup: RunSetup, shards: int, buckets: Sequence[Bucket], pool: Pool) -> Round:
@@ -171,6 +164,7 @@ class _Gathering:
         self._seats: dict[int, Seat] = {}
         self._anew: list[int] = []
         self._moved: dict[int, int] = {}
+        self._backups = Backups(self._setup.name, self._setup.backups, collector.roster, collector.observers)
         self._receipts = Receipts(
             collector.client.bulk,
             functools.partial(self._setup.keys.gradient, version),
@@ -185,6 +179,7 @@ class _Gathering:
             asyncio.create_task(self._shard(shard), name=f"taskmesh shard {shard}"): shard
             for shard in range(len(self._plan.shards))
         }
+        watching = asyncio.create_task(self._backups.watch(), name="taskmesh backups")
         waiting = set(shards)
         fault: str | None = None
         try:
@@ -196,9 +191,9 @@ class _Gathering:
                 if not done:
                     await self._tell_what_is_waited_for(sorted(shards[task] for task in waiting))
         finally:
-            for task in waiting:
+            for task in (*waiting, watching):
                 task.cancel()
-            await asyncio.gather(*shards, return_exceptions=True)
+            await asyncio.gather(*shards, watching, return_exceptions=True)
             await self._receipts.close()
         shares, anew = tuple(sorted(self._shares)), tuple(sorted(self._anew))
         return Gathered(self._round, fault, shares, self._uplink_bytes, self._seats, anew, self._moved)
@@ -240,7 +235,7 @@ class _Gathering:
             order = await self._release(order)
         offenders: list[str] = []
         while True:
-            answer = await self._ask(order)
+            answer = await self._first_answer(order)
             if answer.reason is None:
                 for offender in filter(None, offenders):
                     if offender != answer.worker:
@@ -260,7 +255,15 @@ class _Gathering:
             if order.holder in others:
                 order = await self._release(order)
 
-    async def _ask(self, order: ShardOrder) -> _Answer:
+    async def _first_answer(self, order: ShardOrder) -> Answer:
+        """The answer to an order, or to a second one where it is late."""
+        if not self._setup.backups:
+            return await self._ask(order)
+        answer = await self._backups.first(order, self._ask)
+        await self._call_off([handle for shard, handle in self._handles if shard == order.shard])
+        return answer
+
+    async def _ask(self, order: ShardOrder) -> Answer:
         """Submit an order until a worker takes it up, and put its result into the round if it can be used."""
         declines = republications = 0
         roster = self._collector.roster
@@ -269,18 +272,20 @@ class _Gathering:
                 functools.partial(self._submit, order, declines), f"run {self._setup.name}"
             )
             self._handles.append((order.shard, handle))
+            self._backups.note_submitted(order.shard, handle)
             try:
                 result = await roster.answer(handle, order.holder)
             except TaskFailed as error:
-                return _Answer("", str(error), error)
+                return Answer("", str(error), error)
             except (ResultUnavailable, TaskCancelled) as error:
-                return _Answer("", str(error))
+                return Answer("", str(error))
             if result is None:
                 order = dataclasses.replace(
                     order, holder=""
                 )  # it may have stopped, and handed its memory over
                 continue
             self._ended.add(handle.id)
+            self._backups.note_result(order.shard, result)
             if result.status == "declined":
                 declines += 1
                 if not await roster.has_others(order.avoid):
@@ -298,7 +303,7 @@ class _Gathering:
                     order, parameters=parameters, update=None if parameters.kept else order.update
                 )
             else:
-                return _Answer(result.worker, await self._take(order, handle, result))
+                return Answer(result.worker, await self._take(order, handle, result))
 
     async def _release(self, order: ShardOrder) -> ShardOrder:
         """Let others than its holder compute a shard: they find what its compression remembered."""
@@ -349,11 +354,16 @@ class _Gathering:
     def _gradient_keys(self, shard: int, attempt: str, count: int) -> list[bytes]:
         return [self._setup.keys.gradient(self._version, shard, attempt, place) for place in range(count)]
 
+    async def _call_off(self, handles: Sequence[Handle[ShardResult]]) -> None:
+        """Cancel the attempts that have not ended."""
+        unfinished = [handle for handle in handles if handle.id not in self._ended]
+        self._ended.update(handle.id for handle in unfinished)
+        await asyncio.gather(*(handle.cancel() for handle in unfinished), return_exceptions=True)
+
     async def clean_up(self) -> None:
         """Remove the records and gradients of all attempts; what comes later still goes with its time to live."""
         client = self._collector.client
-        unfinished = [handle for _, handle in self._handles if handle.id not in self._ended]
-        await asyncio.gather(*(handle.cancel() for handle in unfinished), return_exceptions=True)
+        await self._call_off([handle for _, handle in self._handles])
         records = [
             client.partition(self._setup.name, partition_of(handle.id)).keys.result(handle.id)
             for _, handle in self._handles

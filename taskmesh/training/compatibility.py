@@ -9,11 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from taskmesh.errors import ConfigurationError
+from taskmesh.training.buckets import Bucket
 from taskmesh.training.compression import DGC, TopK
 from taskmesh.training.compression.base import Compression
 from taskmesh.training.execution import Execution
 from taskmesh.training.learner import OptimizerMaker
-from taskmesh.training.modes import LocalSteps, Mode
+from taskmesh.training.modes import LocalSteps, Mode, Synchronous
 from taskmesh.training.robust import Aggregation, Mean
 
 
@@ -54,6 +55,11 @@ def check(
             isinstance(downlink, DGC),
         ),
         (
+            f"backups and compression {compression.name}",
+            "only the worker that holds what a shard's compression remembers can compute the shard",
+            isinstance(mode, Synchronous) and mode.backups > 0 and _remembers(compression),
+        ),
+        (
             "local steps and precision fp16",
             "the steps between two rounds have no scaler; bf16 needs none",
             isinstance(mode, LocalSteps) and execution.precision == "fp16",
@@ -81,6 +87,11 @@ def check(
             f"compression {compression.name} and an optimizer with momentum do not go together: DGC brings its own, "
             "and the two would multiply; give DGC(momentum=0), or an optimizer without"
         )
+
+
+def _remembers(compression: Compression) -> bool:
+    """Whether a shard's compression goes on from what it has left out before."""
+    return bool(compression.memory(Bucket(0, 1)))
 
 
 def _has_momentum(make: Callable[..., Optimizer]) -> bool:

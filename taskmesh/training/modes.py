@@ -13,7 +13,19 @@ FEW_LOCAL_STEPS = 10
 
 @dataclass(frozen=True, slots=True)
 class Synchronous:
-    """A step is one step of the run's optimizer, down the mean gradient of all its shards."""
+    """A step is one step of the run's optimizer, down the mean gradient of all its shards.
+
+    Attributes:
+        backups: so many shards at once may be given to a second worker, when a step waits for nothing else and they
+            have been out for longer than they should; the first usable attempt counts. (Chen et al., "Revisiting
+            Distributed Synchronous SGD", 2016.)
+    """
+
+    backups: int = 0
+
+    def __post_init__(self) -> None:
+        if self.backups < 0:
+            raise ConfigurationError(f"{self}: backups from 0")
 
 
 @dataclass(frozen=True, slots=True)

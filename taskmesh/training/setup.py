@@ -8,7 +8,7 @@ from taskmesh.checkpoints.retention import Every
 from taskmesh.errors import ConfigurationError
 from taskmesh.keys import RunKeys
 from taskmesh.training.compression.base import Compression
-from taskmesh.training.modes import LocalSteps, Mode
+from taskmesh.training.modes import LocalSteps, Mode, Synchronous
 from taskmesh.training.robust import Aggregation
 from taskmesh.training.rollback import OnDivergence
 
@@ -75,6 +75,11 @@ class RunSetup:
     def batches(self) -> int:
         """Batches of each step."""
         return self.mode.steps if isinstance(self.mode, LocalSteps) else 1
+
+    @property
+    def backups(self) -> int:
+        """Shards of a step that may be out a second time at once."""
+        return self.mode.backups if isinstance(self.mode, Synchronous) else 0
 
     @property
     def name(self) -> str:
