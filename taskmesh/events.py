@@ -99,6 +99,22 @@ class ShardRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardsLate:
+    """A step was taken without some of its shards; their samples enter later steps.
+
+    Attributes:
+        samples: of them.
+        owed: shards that are late by now, those of earlier steps included.
+    """
+
+    run: str
+    step: int
+    shards: tuple[int, ...]
+    samples: int
+    owed: int
+
+
+@dataclass(frozen=True, slots=True)
 class ShardRepeated:
     """A shard that a worker has had for long was given to another one as well.
 
@@ -185,6 +201,7 @@ Event = (
     | Committed
     | ShardRefused
     | ShardRepeated
+    | ShardsLate
     | Checkpointed
     | MirrorFailed
     | RolledBack

@@ -26,6 +26,7 @@ from taskmesh.events import (
     Settled,
     ShardRefused,
     ShardRepeated,
+    ShardsLate,
     Submitted,
     WorkerLost,
 )
@@ -156,6 +157,9 @@ SHARDS_REFUSED = _define(
 SHARDS_REPEATED = _define(
     "taskmesh_run_shards_repeated_total", _F, _C, "Late gradient shards given to a second worker.", ["run"]
 )
+SHARDS_LATE = _define(
+    "taskmesh_run_shards_late_total", _F, _C, "Gradient shards that a step was taken without.", ["run"]
+)
 ROLLBACKS = _define("taskmesh_run_rollbacks_total", _F, _C, "Rollbacks.", ["run"])
 CHECKPOINTS = _define("taskmesh_run_checkpoints_total", _F, _C, "Checkpoints completed.", ["run"])
 CHECKPOINT_SECONDS = _define(
@@ -266,6 +270,8 @@ class CountingObserver:
                 counts[SHARDS_REFUSED, event.run] += 1
             case ShardRepeated():
                 counts[SHARDS_REPEATED, event.run] += 1
+            case ShardsLate():
+                counts[SHARDS_LATE, event.run] += len(event.shards)
             case Checkpointed():
                 counts[CHECKPOINTS, event.run] += 1
                 counts[CHECKPOINT_BYTES, event.run] += event.written_bytes

@@ -58,11 +58,12 @@ class Gathered(NamedTuple):
     """What a round came to.
 
     Attributes:
-        fault: why the step cannot be taken; None when all shards are there.
+        fault: why the step cannot be taken; None when all shards are there, or enough of them.
         uplink_bytes: payloads that came in and were used: compressed gradients with their heads, and buffers.
         seats: who holds which shard once the step is taken.
         anew: the shards whose compression remembers, and began with nothing.
         moved: bytes of what other workers had remembered and handed over, by shard.
+        late: the shards that were not waited for.
     """
 
     round: Round
@@ -72,6 +73,7 @@ class Gathered(NamedTuple):
     seats: Mapping[int, Seat]
     anew: tuple[int, ...]
     moved: Mapping[int, int]
+    late: tuple[int, ...] = ()
 
 
 def new_round(setup: RunSetup, shards: int, buckets: Sequence[Bucket], pool: Pool) -> Round:
@@ -164,6 +166,8 @@ class _Gathering:
         self._seats: dict[int, Seat] = {}
         self._anew: list[int] = []
         self._moved: dict[int, int] = {}
+        self._begun: set[int] = set()  # shards whose result is being put into the round, or is there
+        self._late: set[int] = set()  # shards that are not waited for any more
         self._backups = Backups(self._setup.name, self._setup.backups, collector.roster, collector.observers)
         self._receipts = Receipts(
             collector.client.bulk,
@@ -175,9 +179,12 @@ class _Gathering:
         )
 
     async def run(self) -> Gathered:
+        plan = self._plan
+        needed = self._setup.needed(plan.own) + len(plan.extra)
+        # What is owed is taken up first.
         shards = {
             asyncio.create_task(self._shard(shard), name=f"taskmesh shard {shard}"): shard
-            for shard in range(len(self._plan.shards))
+            for shard in (*range(plan.own, len(plan.shards)), *range(plan.own))
         }
         watching = asyncio.create_task(self._backups.watch(), name="taskmesh backups")
         waiting = set(shards)
@@ -188,15 +195,29 @@ class _Gathering:
                     waiting, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED
                 )
                 fault = next((reason for task in done if (reason := task.result()) is not None), None)
-                if not done:
+                if len(shards) - len(waiting) >= needed:
+                    waiting -= self._let_go({task: shards[task] for task in waiting})
+                elif not done:
                     await self._tell_what_is_waited_for(sorted(shards[task] for task in waiting))
         finally:
-            for task in (*waiting, watching):
+            for task in (*shards, watching):
                 task.cancel()
             await asyncio.gather(*shards, watching, return_exceptions=True)
             await self._receipts.close()
         shares, anew = tuple(sorted(self._shares)), tuple(sorted(self._anew))
-        return Gathered(self._round, fault, shares, self._uplink_bytes, self._seats, anew, self._moved)
+        late = tuple(sorted(self._late))
+        if fault is None:
+            for shard in late:
+                await asyncio.to_thread(self._round.leave_out, shard)
+        return Gathered(self._round, fault, shares, self._uplink_bytes, self._seats, anew, self._moved, late)
+
+    def _let_go(self, waiting: Mapping[asyncio.Task[str | None], int]) -> set[asyncio.Task[str | None]]:
+        """Enough shards are there: wait for no others than those that are being added, which cannot be undone."""
+        late = {task for task, shard in waiting.items() if shard not in self._begun}
+        self._late.update(waiting[task] for task in late)
+        for task in late:
+            task.cancel()
+        return late
 
     async def _tell_what_is_waited_for(self, shards: list[int]) -> None:
         workers = await self._collector.roster.live_workers()
@@ -326,9 +347,12 @@ class _Gathering:
 
     async def _take(self, order: ShardOrder, handle: Handle[ShardResult], result: ShardResult) -> str | None:
         """Put a result into the round; else why it is refused."""
+        shard = order.shard
         if result.status != "computed":
             return result.reason
-        shard = order.shard
+        if shard in self._late:
+            return "the step does not wait for it any more"
+        self._begun.add(shard)
         self._chunks = max(self._chunks, len(result.digests))
         fault = await self._receipts.take(shard, result)
         if fault is None:
@@ -340,6 +364,8 @@ class _Gathering:
                 if result.moved_bytes:
                     self._moved[shard] = result.moved_bytes
             self._uplink_bytes += sum(result.sizes)
+        elif not self._round.is_open(shard):
+            self._begun.discard(shard)
         return fault
 
     def release(self) -> None:

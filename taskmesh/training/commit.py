@@ -276,8 +276,7 @@ class Committer:
         """
         await self._saver.settle()
         progress = await self._restore(target, parts, samples)
-        skipped = {*self._skipped(target), *skip}
-        progress = replace(progress, skipped=tuple(sorted(skipped)))
+        progress = progress.leave_out({*self._skipped(target), *skip})
         manifest = replace(
             target,
             version=self._version + 1,

@@ -35,9 +35,13 @@ def check(
     Raises:
         ConfigurationError: they do not; the message says which and why.
     """
-    aggregation.check(shards)
     if group < 1:
         raise ConfigurationError(f"group is {group}; it must be at least 1")
+    synchronous = mode if isinstance(mode, Synchronous) else Synchronous()
+    needed = synchronous.needed(shards)
+    aggregation.check(needed)
+    if needed < synchronous.quorum:
+        raise ConfigurationError(f"a quorum of {synchronous.quorum} of {shards} shards cannot be")
     for what, why, holds in (
         (
             f"aggregation {aggregation.name} and compression {compression.name}",
@@ -57,7 +61,18 @@ def check(
         (
             f"backups and compression {compression.name}",
             "only the worker that holds what a shard's compression remembers can compute the shard",
-            isinstance(mode, Synchronous) and mode.backups > 0 and _remembers(compression),
+            synchronous.backups > 0 and _remembers(compression),
+        ),
+        (
+            f"a quorum of {needed} of {shards} shards and compression {compression.name}",
+            "only the worker that holds what a shard's compression remembers can compute the shard, so what is late "
+            "once would be late for ever",
+            needed < shards and _remembers(compression),
+        ),
+        (
+            f"a quorum of {needed} of {shards} shards and deterministic=True",
+            "which shards are late depends on chance (what came of it can be formed again from the ledger)",
+            needed < shards and deterministic,
         ),
         (
             "local steps and precision fp16",

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from taskmesh.checkpoints.manifest import Manifest, is_whole
 from taskmesh.checkpoints.tables import memory_name
 from taskmesh.errors import CheckpointError, TaskmeshError, TrainingError
-from taskmesh.events import Committed, MemoryMoved, Observers, RolledBack
+from taskmesh.events import Committed, MemoryMoved, Observers, RolledBack, ShardsLate
 from taskmesh.training import saver
 from taskmesh.training.aggregate import Update
 from taskmesh.training.collect import Collector, Gathered
@@ -29,7 +29,7 @@ from taskmesh.training.host import HostMemory
 from taskmesh.training.learner import Learner
 from taskmesh.training.ledger import LedgerEntry
 from taskmesh.training.memory import MemoryGone, pack
-from taskmesh.training.plan import Plan, make_plan
+from taskmesh.training.plan import Owed, Plan, make_plan
 from taskmesh.training.progress import Progress
 from taskmesh.training.replay import Point
 from taskmesh.training.setup import RunSetup
@@ -46,6 +46,7 @@ class Finished:
         loss: of the last step; NaN when none was ever taken.
         digest: of the parameters' bytes: equal for two runs exactly when the parameters are.
         skipped: batches that were left out, by number.
+        owed: shards of batches drawn so far that were late; they enter the next steps, when the run goes on.
     """
 
     version: int
@@ -53,6 +54,7 @@ class Finished:
     loss: float
     digest: str
     skipped: tuple[int, ...]
+    owed: tuple[Owed, ...] = ()
 
 
 class Master:
@@ -98,7 +100,7 @@ class Master:
             pass  # a worker was lost with what it remembered: some of the steps are taken again
         digest = current.parts["parameters"].root.hex()
         loss = current.metrics.get("loss", float("nan"))
-        return Finished(current.version, current.step, loss, digest, current.skipped)
+        return Finished(current.version, current.step, loss, digest, current.skipped, self.progress.owed)
 
     async def _go_on(self, steps: int, on_commit: Callable[[Committed], None] | None) -> Manifest | None:
         """Take steps until there are so many, and keep the last; None when the run had to go back for a lost worker."""
@@ -161,6 +163,7 @@ class Master:
             progress.skipped,
             self._setup.shards,
             self._setup.batches,
+            progress.owed[: self._setup.extra],
         )
 
     async def _publish_and_collect(self, plan: Plan) -> Gathered:
@@ -177,7 +180,7 @@ class Master:
 
     async def _commit(self, plan: Plan, gathered: Gathered, update: Update, started: float) -> Committed:
         losses = self.progress.losses.add(update.loss, self._setup.divergence.window)
-        progress = replace(self.progress, step=plan.step, drawn=plan.drawn, losses=losses)
+        progress = replace(self.progress.after(plan, gathered.late), losses=losses)
         self._collector.roster.take_seats(gathered.seats)
         assert self._committer.current is not None
         version, parent = self._committer.version + 1, self._committer.current.version
@@ -193,12 +196,16 @@ class Master:
                 tuple(map(len, plan.shards)),
                 gathered.shares,
                 gathered.anew,
+                extra=plan.extra,
+                owed=progress.owed,
             ),
         )
         self.progress = progress
         self._tell_of_moves(plan.step, gathered)
+        if gathered.late:
+            self._tell_of_late_shards(plan, gathered.late)
         await self._offer(gathered)
-        dense_bytes = 4 * self._learner.flat.layout.float_count * len(plan.shards)
+        dense_bytes = 4 * self._learner.flat.layout.float_count * len(gathered.shares)
         seconds = time.monotonic() - started
         event = Committed(
             self._setup.name,
@@ -212,6 +219,18 @@ class Master:
         )
         self._observers.emit(event)
         return event
+
+    def _tell_of_late_shards(self, plan: Plan, late: tuple[int, ...]) -> None:
+        samples, owed = sum(len(plan.shards[shard]) for shard in late), len(self.progress.owed)
+        log.info(
+            "run %s, step %d: taken without shards %s; their %d samples enter later steps; %d shards are owed",
+            self._setup.name,
+            plan.step,
+            list(late),
+            samples,
+            owed,
+        )
+        self._observers.emit(ShardsLate(self._setup.name, plan.step, late, samples, owed))
 
     async def _offer(self, gathered: Gathered) -> None:
         """Let the workers on this machine have the parameters without a fetch."""
@@ -231,17 +250,18 @@ class Master:
                 f"run {self._setup.name!r} diverged at step {plan.step} again after "
                 f"{self._setup.divergence.rollbacks} returns to step {target.step}: {reason}"
             )
+        left_out = ", ".join(map(str, plan.sources))
         log.warning(
-            "run %s, step %d: %s; back to step %d without batch %d (%d samples)",
+            "run %s, step %d: %s; back to step %d without batch %s (%d samples)",
             self._setup.name,
             plan.step,
             reason,
             target.step,
-            plan.batch,
+            left_out,
             sum(map(len, plan.shards)),
         )
-        await self._go_back(target, parts, plan.batches)
-        self._tell_of_rollback(target, f"{reason}; batch {plan.batch} is left out")
+        await self._go_back(target, parts, plan.sources)
+        self._tell_of_rollback(target, f"{reason}; batch {left_out} is left out")
 
     async def _return_for(self, gone: MemoryGone) -> None:
         """Go back to the newest checkpoint, which has what was lost with a worker, and leave nothing out.
@@ -320,8 +340,7 @@ class Master:
 
     async def adopt(self, point: Point, without: str, parent: int, since: int) -> int:
         """Make a state that was formed without one worker's contributions current, as a new version; its number."""
-        left_out = {*self.progress.skipped, *point.progress.skipped}
-        progress = replace(point.progress, skipped=tuple(sorted(left_out)))
+        progress = point.progress.leave_out(self.progress.skipped)
         await compute(self._learner.restore, point.parameters, point.state)
         losses = progress.losses.recent
         entry = LedgerEntry(

@@ -114,16 +114,19 @@ class Replay:
         if update is not None:
             losses = losses.add(update.loss, self._setup.divergence.window)
             self.loss = update.loss
-        self.progress = replace(self.progress, step=entry.step, drawn=plan.drawn, losses=losses)
+        self.progress = replace(
+            self.progress, step=entry.step, drawn=plan.drawn, losses=losses, owed=entry.owed
+        )
         return len(entry.shares) - len(shares)
 
     def _plan(self, entry: LedgerEntry) -> Plan:
         batches = range(entry.batch, entry.batch + self._setup.batches)  # what is left out are whole plans
-        plan = plan_of(self._sampler, entry.step, batches, self._setup.shards)
+        plan = plan_of(self._sampler, entry.step, batches, self._setup.shards, entry.extra)
         shards = [share.shard for share in sorted(entry.shares)]
+        late = [plan.owed(shard) for shard in range(len(plan.shards)) if shard not in shards]
         if entry.step != self.progress.step + 1 or tuple(map(len, plan.shards)) != entry.samples:
             raise self._misfit(entry, f"step {self.progress.step} does not lead to its step and samples")
-        if shards != list(range(len(plan.shards))):
+        if len(shards) + len(late) != len(plan.shards) or not set(late) <= set(entry.owed):
             raise self._misfit(entry, f"it names shards {shards} of {len(plan.shards)}")
         return plan
 
@@ -136,14 +139,16 @@ class Replay:
         """Compute the shards of these shares and take the step; None where there is nothing to take."""
         if not shares:
             return None
-        round_ = new_round(self._setup, len(shares), self._buckets, self._pool)
+        round_ = new_round(self._setup, len(plan.shards), self._buckets, self._pool)
         parameters = self.parameters
         memories: dict[int, State] = {}
         try:
-            for place, share in enumerate(shares):
+            for share in shares:
                 found = self._compute(entry, plan, share, parameters)
-                self._put(round_, place, entry, share, found)
+                self._put(round_, entry, share, found)
                 memories[share.shard] = found.memory
+            for shard in set(range(len(plan.shards))) - {share.shard for share in shares}:
+                round_.leave_out(shard)
             if not round_.count:
                 return None
             update = round_.update()
@@ -181,7 +186,7 @@ class Replay:
             raise _unknown_memory(entry, shard)
         return self._memories[shard]
 
-    def _put(self, round_: Round, place: int, entry: LedgerEntry, share: Share, found: Computed) -> None:
+    def _put(self, round_: Round, entry: LedgerEntry, share: Share, found: Computed) -> None:
         """Put a shard into the round as a master does with what has arrived."""
         sizes = tuple(piece.nbytes for piece in found.pieces)
         result = ShardResult(
@@ -194,7 +199,7 @@ class Replay:
             b"".join(found.pieces),
             ATTEMPT,
         )
-        receipt = Receipt(ATTEMPT, place, round_, self._buckets, self._layout, self._setup.compression)
+        receipt = Receipt(ATTEMPT, share.shard, round_, self._buckets, self._layout, self._setup.compression)
         receipt.claim(result)
         if receipt.fault is None:
             receipt.take_inline(result)

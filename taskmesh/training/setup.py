@@ -76,6 +76,15 @@ class RunSetup:
         """Batches of each step."""
         return self.mode.steps if isinstance(self.mode, LocalSteps) else 1
 
+    def needed(self, shards: int) -> int:
+        """How many of so many shards of a step suffice."""
+        return self.mode.needed(shards) if isinstance(self.mode, Synchronous) else shards
+
+    @property
+    def extra(self) -> int:
+        """Shards that may be added to a step: as many as can be late in one, so that no more are ever owed."""
+        return max(1, self.shards - self.needed(self.shards))
+
     @property
     def backups(self) -> int:
         """Shards of a step that may be out a second time at once."""
