@@ -21,10 +21,12 @@ def lineage(entries: Sequence[LedgerEntry], version: int) -> Iterator[LedgerEntr
         version = entry.parent
 
 
-def units(entry: LedgerEntry) -> list[Owed]:
-    """What each shard of an entry's plan is of: a batch, and a place among its shards."""
+def units(entry: LedgerEntry) -> dict[int, Owed]:
+    """What each shard of an entry's plan is of, by its number: a batch, and a place among its shards."""
+    if entry.base >= 0:
+        return {share.shard: Owed(entry.batch, share.shard) for share in entry.shares}
     own = len(entry.samples) - len(entry.extra)
-    return [*(Owed(entry.batch, shard) for shard in range(own)), *entry.extra]
+    return dict(enumerate([*(Owed(entry.batch, shard) for shard in range(own)), *entry.extra]))
 
 
 async def account(
@@ -47,18 +49,23 @@ async def account(
 
     for entry in steps:
         planned = units(entry)
+        lengths = dict(zip(planned, entry.samples, strict=True))
         came = sorted(share.shard for share in entry.shares)
-        late = {unit for number, unit in enumerate(planned) if number not in came}
+        late = {unit for number, unit in planned.items() if number not in came}
         if len(came) + len(late) != len(planned) or not late <= set(entry.owed):
             raise AssertionError(
                 f"version {entry.version} was formed by other shards than it should: {entry}"
             )
         for number in came:
             found = await samples_of(planned[number])
-            if len(found) != entry.samples[number]:
+            if len(found) != lengths[number]:
                 raise AssertionError(f"version {entry.version} was not formed by all of a shard: {entry}")
             seen.update(found)
     whole = {entry.batch // per_epoch for entry in steps if (entry.batch + 1) % per_epoch == 0}
+    if (
+        steps and steps[0].base >= 0
+    ):  # the last batch of an epoch may be drawn before all of those before it are in
+        whole = set(range(steps[0].drawn // per_epoch))
     expected = {(epoch, index) for epoch in whole for index in range(samples)}
     owed = {sample for unit in (steps[0].owed if steps else ()) for sample in await samples_of(unit)}
     return {

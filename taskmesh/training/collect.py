@@ -54,6 +54,10 @@ class GradientTask(Protocol):
     async def submit(self, order: ShardOrder, /) -> Handle[ShardResult]: ...
 
 
+class ParametersGone(Exception):
+    """In an asynchronous run: a worker did not find the version that a shard was ordered of."""
+
+
 class Gathered(NamedTuple):
     """What a round came to.
 
@@ -112,7 +116,7 @@ class Collector:
         self.pool = Pool(layout.parameter_count, KEPT_ARRAYS)
         self.roster = roster
         self.keeper = keeper
-        self._gathering: _Gathering | None = None
+        self._gatherings: set[_Gathering] = set()
 
     async def gather(
         self, plan: Plan, version: int, parameters: Part, update: Part | None = None
@@ -125,15 +129,17 @@ class Collector:
         Raises:
             MemoryGone: what the compression of a shard remembered is lost; the run is to go back to a checkpoint.
             TrainingError: a shard's handler raised again and again; the message holds the remote traceback.
+            ParametersGone: in an asynchronous run, where the current parameters are others by then.
         """
-        gathering = self._gathering = _Gathering(self, plan, version, parameters, update)
+        gathering = _Gathering(self, plan, version, parameters, update)
+        self._gatherings.add(gathering)
         try:
             return await gathering.run()
         except MemoryGone:
             gathering.release()
             raise
         finally:
-            self._gathering = None
+            self._gatherings.discard(gathering)
             await gathering.clean_up()
 
     async def listen(self) -> None:
@@ -141,8 +147,8 @@ class Collector:
         await notes.listen(self.client.bulk, self.setup.keys.notes, self._hear)
 
     def _hear(self, note: Note) -> None:
-        if self._gathering is not None:
-            self._gathering.hear(note)
+        for gathering in self._gatherings:
+            gathering.hear(note)
 
 
 class _Gathering:
@@ -159,6 +165,7 @@ class _Gathering:
         self._update = update
         self._round = new_round(self._setup, len(plan.shards), collector.buckets, collector.pool)
         self._handles: list[tuple[int, Handle[ShardResult]]] = []
+        self._submitted: set[str] = set()
         self._ended: set[str] = set()
         self._shares: list[Share] = []
         self._uplink_bytes = 0
@@ -171,7 +178,9 @@ class _Gathering:
         self._backups = Backups(self._setup.name, self._setup.backups, collector.roster, collector.observers)
         self._receipts = Receipts(
             collector.client.bulk,
-            functools.partial(self._setup.keys.gradient, version),
+            lambda place, attempt, piece: self._setup.keys.gradient(
+                version, plan.first + place, attempt, piece
+            ),
             self._round,
             collector.buckets,
             collector.layout,
@@ -239,7 +248,7 @@ class _Gathering:
         order = ShardOrder(
             self._version,
             plan.step,
-            shard,
+            plan.first + shard,
             plan.shards[shard],
             plan.lengths[shard],
             self._parameters,
@@ -293,6 +302,7 @@ class _Gathering:
                 functools.partial(self._submit, order, declines), f"run {self._setup.name}"
             )
             self._handles.append((order.shard, handle))
+            self._submitted.add(handle.id)
             self._backups.note_submitted(order.shard, handle)
             try:
                 result = await roster.answer(handle, order.holder)
@@ -317,6 +327,8 @@ class _Gathering:
                 order = dataclasses.replace(order, avoid=tuple({*order.avoid, *roster.unlike}))
             elif result.status == "forgot":
                 raise MemoryGone(roster.seat_of(order.shard).holder, [order.shard], result.reason)
+            elif result.status == "gone" and self._setup.is_asynchronous:
+                raise ParametersGone(result.reason)
             elif result.status == "gone" and republications < MAX_REPUBLICATIONS:
                 republications += 1
                 parameters = await self._collector.republish()
@@ -347,7 +359,7 @@ class _Gathering:
 
     async def _take(self, order: ShardOrder, handle: Handle[ShardResult], result: ShardResult) -> str | None:
         """Put a result into the round; else why it is refused."""
-        shard = order.shard
+        shard = order.shard - self._plan.first
         if result.status != "computed":
             return result.reason
         if shard in self._late:
@@ -356,7 +368,7 @@ class _Gathering:
         self._chunks = max(self._chunks, len(result.digests))
         fault = await self._receipts.take(shard, result)
         if fault is None:
-            self._shares.append(Share(shard, result.worker, handle.id, len(self._plan.shards[shard])))
+            self._shares.append(Share(order.shard, result.worker, handle.id, len(self._plan.shards[shard])))
             if result.remembers:
                 self._seats[shard] = Seat(result.worker, result.attempt)
                 if not order.memory:
@@ -374,8 +386,10 @@ class _Gathering:
 
     def hear(self, note: Note) -> None:
         """Pieces of a gradient are there."""
-        if note.version == self._version and note.shard < len(self._plan.shards):
-            self._receipts.hear(note.shard, note.attempt, note.places)
+        place = note.shard - self._plan.first
+        is_of_it = note.version == self._version and 0 <= place < len(self._plan.shards)
+        if is_of_it and note.attempt.rpartition(".")[0] in self._submitted:
+            self._receipts.hear(place, note.attempt, note.places)
 
     def _gradient_keys(self, shard: int, attempt: str, count: int) -> list[bytes]:
         return [self._setup.keys.gradient(self._version, shard, attempt, place) for place in range(count)]

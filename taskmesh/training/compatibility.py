@@ -14,7 +14,7 @@ from taskmesh.training.compression import DGC, TopK
 from taskmesh.training.compression.base import Compression
 from taskmesh.training.execution import Execution
 from taskmesh.training.learner import OptimizerMaker
-from taskmesh.training.modes import LocalSteps, Mode, Synchronous
+from taskmesh.training.modes import Asynchronous, LocalSteps, Mode, Synchronous
 from taskmesh.training.robust import Aggregation, Mean
 
 
@@ -73,6 +73,27 @@ def check(
             f"a quorum of {needed} of {shards} shards and deterministic=True",
             "which shards are late depends on chance (what came of it can be formed again from the ledger)",
             needed < shards and deterministic,
+        ),
+        (
+            f"asynchronous steps and aggregation {aggregation.name}",
+            "each step is of one shard alone",
+            isinstance(mode, Asynchronous) and not isinstance(aggregation, Mean),
+        ),
+        (
+            f"asynchronous steps and compression {compression.name}",
+            "only the worker that holds what a shard's compression remembers can compute the shard, and nothing "
+            "asynchronous should wait for one worker",
+            isinstance(mode, Asynchronous) and _remembers(compression),
+        ),
+        (
+            f"asynchronous steps and downlink {'' if downlink is None else downlink.name}",
+            "workers that step from each version to the next do not come back to the older one that a shard is of",
+            isinstance(mode, Asynchronous) and downlink is not None,
+        ),
+        (
+            "asynchronous steps and deterministic=True",
+            "in which order shards come depends on chance (what came of it can be formed again from the ledger)",
+            isinstance(mode, Asynchronous) and deterministic,
         ),
         (
             "local steps and precision fp16",

@@ -33,6 +33,9 @@ class LedgerEntry(msgspec.Struct, frozen=True):
             so.
         extra: what the plan's last shards were of: shards that had come too late for earlier steps.
         owed: shards of batches drawn so far that had not entered a version, and were to.
+        base: in an asynchronous run, the version whose parameters its gradient is of; its one share says which shard of
+            the batch it was. Else -1: that of its parent.
+        drawn: how many batches were drawn so far, those left out included.
     """
 
     version: int
@@ -47,6 +50,8 @@ class LedgerEntry(msgspec.Struct, frozen=True):
     since: int = 0
     extra: tuple[Owed, ...] = ()
     owed: tuple[Owed, ...] = ()
+    base: int = -1
+    drawn: int = 0
 
 
 encode_entry = msgspec.msgpack.Encoder().encode

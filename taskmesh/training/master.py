@@ -26,13 +26,16 @@ from taskmesh.training.commit import Committer, Loaded
 from taskmesh.training.compute import compute
 from taskmesh.training.data import Sampler
 from taskmesh.training.host import HostMemory
-from taskmesh.training.learner import Learner
+from taskmesh.training.learner import Learner, scale_of
 from taskmesh.training.ledger import LedgerEntry
 from taskmesh.training.memory import MemoryGone, pack
-from taskmesh.training.plan import Owed, Plan, make_plan
+from taskmesh.training.modes import Asynchronous
+from taskmesh.training.plan import Owed, Plan
 from taskmesh.training.progress import Progress
 from taskmesh.training.replay import Point
+from taskmesh.training.rounds import Ready, Rounds, Source
 from taskmesh.training.setup import RunSetup
+from taskmesh.training.stream import Stream
 
 log = logging.getLogger("taskmesh.training")
 LOSSES = 20  # returns to one and the same checkpoint because workers were lost
@@ -76,6 +79,12 @@ class Master:
     ) -> None:
         self._setup = setup
         self._sampler = sampler
+        mode = setup.mode
+        self._source: Source = (
+            Stream(setup, sampler, committer, collector, mode.staleness)
+            if isinstance(mode, Asynchronous)
+            else Rounds(setup, sampler, committer, collector)
+        )
         self._learner = learner
         self._committer = committer
         self._collector = collector
@@ -121,8 +130,11 @@ class Master:
                 if committed is not None and on_commit is not None:
                     on_commit(committed)
         except asyncio.CancelledError:
+            await self._source.stop()
             await self._keep_where_it_is()
             raise
+        finally:
+            await self._source.stop()
 
     async def _keep_where_it_is(self) -> None:
         """Asked to stop: no step that was taken is lost, where there is time to keep it."""
@@ -136,39 +148,23 @@ class Master:
     async def _take_step(self) -> Committed | None:
         """One step; None when it ended in a rollback."""
         started = time.monotonic()
-        plan = self._plan()
-        gathered = await self._publish_and_collect(plan)
+        ready = await self._source.next(self.progress)
         try:
-            reason = self._decide(gathered)
+            reason = self._decide(ready.gathered)
             if reason is None:
-                update = gathered.round.update()
+                update = ready.gathered.round.update()
                 self._is_between_steps = False
-                reason = await compute(self._learner.apply, update, plan.step)
+                step, scale = ready.progress.step, scale_of(ready.staleness)
+                reason = await compute(self._learner.apply, update, step, scale)
                 if reason is None:
-                    committed = await self._commit(plan, gathered, update, started)
+                    committed = await self._commit(ready, update, started)
                     self._is_between_steps = True
                     return committed
         finally:
-            gathered.round.release()
-        await self._return_from(plan, reason)
+            ready.gathered.round.release()
+        await self._return_from(ready.plan, reason)
         self._is_between_steps = True
         return None
-
-    def _plan(self) -> Plan:
-        progress = self.progress
-        return make_plan(
-            self._sampler,
-            progress.step + 1,
-            progress.drawn,
-            progress.skipped,
-            self._setup.shards,
-            self._setup.batches,
-            progress.owed[: self._setup.extra],
-        )
-
-    async def _publish_and_collect(self, plan: Plan) -> Gathered:
-        committer = self._committer
-        return await self._collector.gather(plan, committer.version, committer.parameters, committer.update)
 
     def _decide(self, gathered: Gathered) -> str | None:
         """Why the step must not be taken; None when it may."""
@@ -178,9 +174,10 @@ class Master:
             return "no sample of the batch counts"
         return self._setup.divergence.judge(gathered.round.loss, self.progress.losses)
 
-    async def _commit(self, plan: Plan, gathered: Gathered, update: Update, started: float) -> Committed:
+    async def _commit(self, ready: Ready, update: Update, started: float) -> Committed:
+        plan, gathered = ready.plan, ready.gathered
         losses = self.progress.losses.add(update.loss, self._setup.divergence.window)
-        progress = replace(self.progress.after(plan, gathered.late), losses=losses)
+        progress = replace(ready.progress, losses=losses)
         self._collector.roster.take_seats(gathered.seats)
         assert self._committer.current is not None
         version, parent = self._committer.version + 1, self._committer.current.version
@@ -191,13 +188,15 @@ class Master:
             LedgerEntry(
                 version,
                 parent,
-                plan.step,
+                progress.step,
                 plan.batch,
                 tuple(map(len, plan.shards)),
                 gathered.shares,
                 gathered.anew,
                 extra=plan.extra,
                 owed=progress.owed,
+                base=ready.base,
+                drawn=progress.drawn,
             ),
         )
         self.progress = progress
@@ -210,7 +209,7 @@ class Master:
         event = Committed(
             self._setup.name,
             version,
-            plan.step,
+            progress.step,
             update.loss,
             seconds,
             gathered.uplink_bytes,
@@ -243,18 +242,20 @@ class Master:
 
     async def _return_from(self, plan: Plan, reason: str) -> None:
         """Go back to the newest checkpoint, and leave the batch out."""
+        await self._source.stop()
+        step = self.progress.step + 1
         target, parts = await self._newest(reason)
         self._returns[target.step] += 1
         if self._returns[target.step] > self._setup.divergence.rollbacks:
             raise TrainingError(
-                f"run {self._setup.name!r} diverged at step {plan.step} again after "
+                f"run {self._setup.name!r} diverged at step {step} again after "
                 f"{self._setup.divergence.rollbacks} returns to step {target.step}: {reason}"
             )
         left_out = ", ".join(map(str, plan.sources))
         log.warning(
             "run %s, step %d: %s; back to step %d without batch %s (%d samples)",
             self._setup.name,
-            plan.step,
+            step,
             reason,
             target.step,
             left_out,
@@ -334,6 +335,7 @@ class Master:
             CheckpointError: it is not kept (any more), or damaged.
         """
         target, parts = await self._committer.load_kept(version)
+        await self._source.stop()
         await self._go_back(target, parts, ())
         self._tell_of_rollback(target, "asked for")
         return self._committer.version

@@ -42,6 +42,26 @@ class Synchronous:
 
 
 @dataclass(frozen=True, slots=True)
+class Asynchronous:
+    """Each shard is a step of its own, taken when it comes, of parameters that others have changed since.
+
+    What the optimizer makes of its gradient is scaled by 1 / (1 + staleness). (Zhang et al., "Staleness-aware
+    Async-SGD for Distributed Deep Learning", 2016.)
+
+    Attributes:
+        staleness: so many steps at most are taken between the version that a gradient is of and its own step; a step
+            that would leave another gradient older waits for that one. One shard more than that, and no more than the
+            run's ``shards``, is under way at once.
+    """
+
+    staleness: int = 16
+
+    def __post_init__(self) -> None:
+        if self.staleness < 0:
+            raise ConfigurationError(f"{self}: staleness from 0")
+
+
+@dataclass(frozen=True, slots=True)
 class LocalSteps:
     """Each shard takes so many steps of the run's optimizer on its own; a step of the run averages where they led to.
 
@@ -68,4 +88,4 @@ class LocalSteps:
             )
 
 
-Mode = Synchronous | LocalSteps
+Mode = Synchronous | Asynchronous | LocalSteps

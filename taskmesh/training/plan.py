@@ -27,6 +27,7 @@ class Plan:
         shards: sample indices of each logical shard, batch after batch; none is empty.
         lengths: how many of them are of each batch, by shard.
         extra: what its last shards are of: shards that came too late for earlier steps.
+        first: the number of its first shard, by which orders, seeds and the ledger call it.
     """
 
     step: int
@@ -34,6 +35,7 @@ class Plan:
     shards: tuple[tuple[int, ...], ...]
     lengths: tuple[tuple[int, ...], ...]
     extra: tuple[Owed, ...] = ()
+    first: int = 0
 
     @property
     def own(self) -> int:
@@ -105,6 +107,12 @@ def make_plan(
         numbers.append(drawn)
         drawn += 1
     return plan_of(sampler, step, numbers, shards, extra)
+
+
+def plan_of_one(sampler: Sampler, unit: Owed, shards: int) -> Plan:
+    """The plan of one shard of a batch alone. Its number and that of its step follow from what it is of."""
+    chosen = split(sampler.batch(unit.batch), shards)[unit.shard]
+    return Plan(unit.batch + 1, (unit.batch,), (chosen,), ((len(chosen),),), first=unit.shard)
 
 
 def plan_of(

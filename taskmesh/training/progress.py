@@ -10,8 +10,9 @@ from typing import Any
 from taskmesh.checkpoints.manifest import Manifest
 from taskmesh.errors import CheckpointError, TrainingError
 from taskmesh.training.compute import compute
+from taskmesh.training.data import Sampler
 from taskmesh.training.learner import Learner
-from taskmesh.training.plan import Owed, Plan
+from taskmesh.training.plan import Owed, Plan, next_batch
 from taskmesh.training.rollback import LossHistory
 from taskmesh.training.setup import RunSetup
 from taskmesh.training.snapshot import read_state
@@ -40,6 +41,12 @@ class Progress:
         left = [each for each in self.owed if each not in plan.extra or each in missing]
         owed = (*left, *(each for each in missing if each not in plan.extra))
         return replace(self, step=plan.step, drawn=plan.drawn, owed=owed)
+
+    def draw(self, sampler: Sampler, shards: int) -> Progress:
+        """The same when one more batch is drawn: its shards are owed."""
+        batch = next_batch(self.drawn, self.skipped)
+        drawn = range(min(shards, len(sampler.batch(batch))))
+        return replace(self, drawn=batch + 1, owed=(*self.owed, *(Owed(batch, shard) for shard in drawn)))
 
     def leave_out(self, batches: Iterable[int]) -> Progress:
         """The same without some batches: they are not drawn any more, and what is owed of them is not either."""

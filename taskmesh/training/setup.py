@@ -8,7 +8,7 @@ from taskmesh.checkpoints.retention import Every
 from taskmesh.errors import ConfigurationError
 from taskmesh.keys import RunKeys
 from taskmesh.training.compression.base import Compression
-from taskmesh.training.modes import LocalSteps, Mode, Synchronous
+from taskmesh.training.modes import Asynchronous, LocalSteps, Mode, Synchronous
 from taskmesh.training.robust import Aggregation
 from taskmesh.training.rollback import OnDivergence
 
@@ -64,7 +64,14 @@ class RunSetup:
     @property
     def mode_name(self) -> str:
         """What workers must know of the mode."""
+        if isinstance(self.mode, Asynchronous):
+            return f"asynchronous, staleness {self.mode.staleness}"
         return f"{self.mode.steps} local steps" if isinstance(self.mode, LocalSteps) else "one step"
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether each shard is a step of its own."""
+        return isinstance(self.mode, Asynchronous)
 
     @property
     def downlink_name(self) -> str:
