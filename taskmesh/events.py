@@ -99,6 +99,38 @@ class ShardRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardsLate:
+    """A step was taken without some of its shards; their samples enter later steps.
+
+    Attributes:
+        samples: of them.
+        owed: shards that are late by now, those of earlier steps included.
+    """
+
+    run: str
+    step: int
+    shards: tuple[int, ...]
+    samples: int
+    owed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRepeated:
+    """A shard that a worker has had for long was given to another one as well.
+
+    Attributes:
+        worker: who has it.
+        seconds: for how long.
+    """
+
+    run: str
+    step: int
+    shard: int
+    worker: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpointed:
     """A version became a checkpoint: complete, and in the run's history.
 
@@ -168,6 +200,8 @@ Event = (
     | WorkerLost
     | Committed
     | ShardRefused
+    | ShardRepeated
+    | ShardsLate
     | Checkpointed
     | MirrorFailed
     | RolledBack

@@ -58,7 +58,9 @@ class Lead:
                 finished = await trainer.run(steps=plan.steps, on_commit=self._on_commit)
             except Arrived:
                 return
-            ledger = await account(await trainer.ledger(), finished.version, len(work.data), trainer.indices)
+            ledger = await account(
+                await trainer.ledger(), finished.version, len(work.data), plan.shards, trainer.indices
+            )
             tell(finished=finished.step, digest=finished.digest, loss=finished.loss, **ledger)
 
     async def _await_workers(self) -> None:

@@ -49,6 +49,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         marks: a file for the moments of each step; empty for none.
         go_back: at the commit of the first of these steps, roll back to the checkpoint of the second.
         hold: whether buckets of gradients are held back until backward is over.
+        backups: shards of a step that may be out a second time at once.
         meter: whether the bytes that the servers moved are told with each commit.
     """
 
@@ -68,6 +69,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     go_back: tuple[int, int] | None = None
     hold: bool = False
     meter: bool = False
+    backups: int = 0
 
 
 class Ranks(msgspec.Struct, frozen=True):

@@ -10,11 +10,14 @@ from benchmarks.training.servers import servers
 from benchmarks.training.works import NAP
 
 SLOWNESS = (1.0, 1.0, 10.0, 10.0)
+BACKUPS = 2
 
 
-def measure_step(shards: int, steps: int) -> float:
+def measure_step(shards: int, steps: int, backups: int) -> float:
     """Median seconds of a step, by total work / sum of speeds; the first step is left out."""
-    plan = Plan(work="naps", shards=shards, batch=2 * shards, steps=steps, workers=len(SLOWNESS))
+    plan = Plan(
+        work="naps", shards=shards, batch=2 * shards, steps=steps, workers=len(SLOWNESS), backups=backups
+    )
     with servers() as both, Fleet(plan, both) as fleet:
         for slowness in SLOWNESS:
             fleet.worker(slowness=slowness)
@@ -24,9 +27,13 @@ def measure_step(shards: int, steps: int) -> float:
 
 
 def measure_stragglers(shards_per_worker: tuple[int, ...], steps: int) -> dict[str, object]:
-    """The ratio with each number of shards; the key has that of the last."""
-    by_shards = {str(each): measure_step(each * len(SLOWNESS), steps) for each in shards_per_worker}
+    """The ratio with each number of shards, with backups and without; the key has that of the last, with them."""
+    ratios = {
+        backups: {str(each): measure_step(each * len(SLOWNESS), steps, backups) for each in shards_per_worker}
+        for backups in (BACKUPS, 0)
+    }
     return {
-        "straggler_ratio": list(by_shards.values())[-1],
-        "straggler_ratio_by_shards_per_worker": by_shards,
+        "straggler_ratio": list(ratios[BACKUPS].values())[-1],
+        "straggler_ratio_by_shards_per_worker": ratios[BACKUPS],
+        "straggler_ratio_without_backups": ratios[0],
     }

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from benchmarks.training import tiny_gpt
 from benchmarks.training.plan import COMPRESSIONS, SLOWNESS, Plan
 from taskmesh import Mesh
-from taskmesh.training import Dataset, Every, Trainer
+from taskmesh.training import Dataset, Every, Synchronous, Trainer
 
 Optimizer = torch.optim.Optimizer
 Parameters = Iterable[nn.Parameter]
@@ -223,6 +223,7 @@ def make_trainer(mesh: Mesh, plan: Plan, work: Work) -> Trainer:
         batch_size=plan.batch,
         compression=COMPRESSIONS[plan.compression](),
         downlink=COMPRESSIONS[plan.downlink]() if plan.downlink else None,
+        mode=Synchronous(backups=plan.backups),
         checkpoint=Every(steps=plan.checkpoint_every),
         seed=plan.seed,
     )

@@ -16,7 +16,7 @@ from taskmesh.broker import scripts
 from taskmesh.broker.caller import Caller
 from taskmesh.broker.link import Argument
 from taskmesh.codec import SIGNED_VERSION, WIRE_VERSION
-from taskmesh.keys import GROUP, RETURNED, PartitionKeys, reply_producer
+from taskmesh.keys import GROUP, RETURNED, SUSPECTS, PartitionKeys, reply_producer
 from taskmesh.messages import Entry, Message, Priority
 from taskmesh.settings import MIB
 from taskmesh.signing import Signer
@@ -170,6 +170,13 @@ class Partition:
                     break
                 start = b"(" + rows[-1][0]
         return found
+
+    async def holder(self, lane: Priority, entry_id: bytes) -> tuple[bytes, int] | None:
+        """The worker that an entry was delivered to, and the milliseconds since; None where it waits or has ended."""
+        key = self.keys.lanes[lane]
+        rows = await self.caller.command(self.keys.tag, "XPENDING", key, GROUP, entry_id, entry_id, 1)
+        found = [(bytes(worker), int(idle_ms)) for _, worker, idle_ms, _ in rows]
+        return found[0] if found and found[0][0] not in (RETURNED, *SUSPECTS) else None
 
     async def read(self, lane: Priority, entry_id: bytes, deliveries: int) -> Entry:
         """One entry again, without delivering it (its message is None where it was deleted)."""

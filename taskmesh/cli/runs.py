@@ -65,7 +65,14 @@ def ledger(
         typer.echo(msgspec.json.encode([_as_record(entry) for entry in entries]).decode())
         return
     rows = [
-        (entry.version, entry.step, entry.parent, sum(entry.samples), _formed_by(entry)) for entry in entries
+        (
+            entry.version,
+            entry.step,
+            entry.parent,
+            sum(share.samples for share in entry.shares),
+            _formed_by(entry),
+        )
+        for entry in entries
     ]
     typer.echo(table(("VERSION", "STEP", "FROM", "SAMPLES", "FORMED BY"), rows))
 
@@ -201,5 +208,5 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _as_record(entry: Any) -> dict[str, Any]:
-    shares = [share._asdict() for share in entry.shares]
-    return {**msgspec.structs.asdict(entry), "shares": shares, "digest": entry.digest.hex()}
+    lists = {name: [each._asdict() for each in getattr(entry, name)] for name in ("shares", "extra", "owed")}
+    return {**msgspec.structs.asdict(entry), **lists, "digest": entry.digest.hex()}

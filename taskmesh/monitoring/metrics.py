@@ -25,6 +25,8 @@ from taskmesh.events import (
     RolledBack,
     Settled,
     ShardRefused,
+    ShardRepeated,
+    ShardsLate,
     Submitted,
     WorkerLost,
 )
@@ -152,6 +154,12 @@ STEP_SECONDS = _define("taskmesh_run_step_duration_seconds", _F, _H, "Plan to co
 SHARDS_REFUSED = _define(
     "taskmesh_run_shards_refused_total", _F, _C, "Gradient shards that were not used.", ["run"]
 )
+SHARDS_REPEATED = _define(
+    "taskmesh_run_shards_repeated_total", _F, _C, "Late gradient shards given to a second worker.", ["run"]
+)
+SHARDS_LATE = _define(
+    "taskmesh_run_shards_late_total", _F, _C, "Gradient shards that a step was taken without.", ["run"]
+)
 ROLLBACKS = _define("taskmesh_run_rollbacks_total", _F, _C, "Rollbacks.", ["run"])
 CHECKPOINTS = _define("taskmesh_run_checkpoints_total", _F, _C, "Checkpoints completed.", ["run"])
 CHECKPOINT_SECONDS = _define(
@@ -260,6 +268,10 @@ class CountingObserver:
                 self._gauges[VERSION, event.run] = event.version
             case ShardRefused():
                 counts[SHARDS_REFUSED, event.run] += 1
+            case ShardRepeated():
+                counts[SHARDS_REPEATED, event.run] += 1
+            case ShardsLate():
+                counts[SHARDS_LATE, event.run] += len(event.shards)
             case Checkpointed():
                 counts[CHECKPOINTS, event.run] += 1
                 counts[CHECKPOINT_BYTES, event.run] += event.written_bytes

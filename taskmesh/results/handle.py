@@ -38,6 +38,13 @@ def _nothing() -> None:
 _CANCELLED = encode_outcome(Outcome(Status.CANCELLED))
 
 
+class Held(NamedTuple):
+    """A delivery that a worker has: whose it is, and for how many seconds."""
+
+    worker: str
+    seconds: float
+
+
 class Handle(Generic[R]):
     """One submitted task.
 
@@ -218,6 +225,13 @@ class Handle(Generic[R]):
             return failed
         raised.__cause__ = failed
         return raised
+
+    async def held(self) -> Held | None:
+        """Who has the task; None where it waits for a worker, has ended, or its place is not known."""
+        if self._place is None or "-" not in self._place:
+            return None
+        found = await self._partition.holder(self._lane, self._place.encode())
+        return None if found is None else Held(found[0].decode(), found[1] / 1000)
 
     async def cancel(self) -> Cancelled:
         """Ask for the task's cancellation.

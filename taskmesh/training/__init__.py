@@ -8,7 +8,7 @@ from taskmesh.training.execution import Execution
 from taskmesh.training.history import Formed, Replayed, Turned
 from taskmesh.training.ledger import LedgerEntry
 from taskmesh.training.master import Finished
-from taskmesh.training.modes import LocalSteps, Synchronous
+from taskmesh.training.modes import Asynchronous, LocalSteps, Synchronous
 from taskmesh.training.reader import accuracy
 from taskmesh.training.robust import Mean, Median, TrimmedMean
 from taskmesh.training.rollback import OnDivergence
@@ -16,6 +16,7 @@ from taskmesh.training.trainer import Trainer
 
 __all__ = [
     "DGC",
+    "Asynchronous",
     "Compression",
     "Dataset",
     "Every",

@@ -1,12 +1,12 @@
 """Sums over shards that come out the same, bit for bit, whoever computed what and in whatever order it came.
 
 Floating-point sums depend on the order of the additions. Here it is fixed by the shards' numbers alone: a balanced
-binary tree, in which a shard without a neighbour moves up a level unchanged. Each bucket of the gradient has a tree of
-its own, and each addition is done when both of its sides are there: few gradients are held, and a step's sum is ready
-soon after its last bucket has come.
+binary tree, in which a shard without a neighbour, or next to one that is left out, moves up a level unchanged. Each
+bucket of the gradient has a tree of its own, and each addition is done when both of its sides are there: few gradients
+are held, and a step's sum is ready soon after its last bucket has come.
 
 What becomes of buffers: the changes of float buffers (BatchNorm's running statistics) are averaged over the shards,
-weighted by their counts, and added; integer buffers are taken from the lowest shard.
+weighted by their counts, and added; integer buffers are taken from the lowest shard that is there.
 """
 
 from __future__ import annotations
@@ -22,56 +22,80 @@ from taskmesh.training.buckets import Bucket
 from taskmesh.training.robust import Robust
 
 Values = npt.NDArray[np.float32]
+Node = tuple[int, Values]  # the lowest leaf below it, in whose array its sum lies
 
 
 class TreeSum:
-    """The sum of ``leaves`` arrays of one shape, which may come in any order. It takes them over and changes them."""
+    """The sum of ``leaves`` arrays of one shape, which may come in any order. It takes them over and changes them.
+
+    Some may be left out: the sum is then that of the others, in the same tree.
+    """
 
     def __init__(self, leaves: int) -> None:
         self._widths = [leaves]
         while self._widths[-1] > 1:
             self._widths.append((self._widths[-1] + 1) // 2)
-        self._nodes: dict[tuple[int, int], tuple[int, Values]] = {}
+        self._nodes: dict[tuple[int, int], Node | None] = {}
         self._added: set[int] = set()
+        self._left_out: set[int] = set()
 
     def __contains__(self, leaf: object) -> bool:
         return leaf in self._added
 
     @property
     def is_complete(self) -> bool:
-        return len(self._added) == self._widths[0]
+        return len(self._added) + len(self._left_out) == self._widths[0]
 
     def add(self, leaf: int, values: Values) -> list[int]:
         """Put in one leaf, from 0; each exactly once. Returns the leaves whose arrays are not needed any more."""
-        if leaf in self._added or not 0 <= leaf < self._widths[0]:
-            raise ValueError(f"leaf {leaf} of {self._widths[0]} is there already, or is none")
+        self._check(leaf)
         self._added.add(leaf)
+        return self._put(leaf, (leaf, values))
+
+    def leave_out(self, leaf: int) -> list[int]:
+        """A leaf will not come. Returns the leaves whose arrays are not needed any more."""
+        self._check(leaf)
+        self._left_out.add(leaf)
+        return self._put(leaf, None)
+
+    def _check(self, leaf: int) -> None:
+        if leaf in self._added or leaf in self._left_out or not 0 <= leaf < self._widths[0]:
+            raise ValueError(f"leaf {leaf} of {self._widths[0]} is there already, or is none")
+
+    def _put(self, leaf: int, node: Node | None) -> list[int]:
         done: list[int] = []
-        level, place, owner = 0, leaf, leaf
+        level, place = 0, leaf
         while level < len(self._widths) - 1:
             neighbour = place ^ 1
             if neighbour < self._widths[level]:
-                other = self._nodes.pop((level, neighbour), None)
-                if other is None:
+                if (level, neighbour) not in self._nodes:
                     break
-                left, right = sorted((other, (owner, values)), key=lambda node: node[0])
-                np.add(left[1], right[1], out=left[1])
-                owner, values = left
-                done.append(right[0])
+                node = _join(node, self._nodes.pop((level, neighbour)), done)
             level, place = level + 1, place // 2
-        self._nodes[level, place] = owner, values
+        self._nodes[level, place] = node
         return done
 
     def total(self) -> Values:
-        """The sum, in the array of leaf 0, when all leaves are there."""
-        if not self.is_complete:
+        """The sum, in the array of the lowest leaf that is there, when no more will come."""
+        root = self._nodes.get((len(self._widths) - 1, 0)) if self.is_complete else None
+        if root is None:
             raise ValueError(f"{len(self._added)} of {self._widths[0]} leaves are there")
-        return self._nodes[len(self._widths) - 1, 0][1]
+        return root[1]
 
     def finish(self, counts: Sequence[int]) -> None:
-        """Leave the mean over so many samples in the array of leaf 0."""
+        """Leave the mean over so many samples in the array of the lowest leaf that is there."""
         total = self.total()
         np.divide(total, np.float32(max(1, sum(counts))), out=total)
+
+
+def _join(one: Node | None, other: Node | None, done: list[int]) -> Node | None:
+    """The sum of two neighbours, in the array of the lower leaf; the other is noted as done."""
+    if one is None or other is None:
+        return one or other
+    left, right = sorted((one, other), key=lambda node: node[0])
+    np.add(left[1], right[1], out=left[1])
+    done.append(right[0])
+    return left
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,41 +155,54 @@ class Pool:
 
 
 class Stack:
-    """The arrays of ``leaves`` shards, until all are there."""
+    """The arrays of ``leaves`` shards, until all are there that will come."""
 
     def __init__(self, leaves: int, robust: Robust) -> None:
         self._leaves = leaves
         self._robust = robust
         self._values: dict[int, Values] = {}
+        self._left_out: set[int] = set()
 
     def __contains__(self, leaf: object) -> bool:
         return leaf in self._values
 
     @property
     def is_complete(self) -> bool:
-        return len(self._values) == self._leaves
+        return len(self._values) + len(self._left_out) == self._leaves
 
     def add(self, leaf: int, values: Values) -> list[int]:
         """Put in one leaf, from 0; each exactly once."""
-        if leaf in self._values or not 0 <= leaf < self._leaves:
-            raise ValueError(f"leaf {leaf} of {self._leaves} is there already, or is none")
+        self._check(leaf)
         self._values[leaf] = values
-        return list(range(1, self._leaves)) if self.is_complete else []
+        return self._done()
+
+    def leave_out(self, leaf: int) -> list[int]:
+        """A leaf will not come."""
+        self._check(leaf)
+        self._left_out.add(leaf)
+        return self._done()
+
+    def _check(self, leaf: int) -> None:
+        if leaf in self._values or leaf in self._left_out or not 0 <= leaf < self._leaves:
+            raise ValueError(f"leaf {leaf} of {self._leaves} is there already, or is none")
+
+    def _done(self) -> list[int]:
+        return sorted(self._values)[1:] if self.is_complete else []
 
     def finish(self, counts: Sequence[int]) -> None:
-        """Leave one gradient in the array of leaf 0. The others are free then."""
-        means = [
-            self._values[leaf] / np.float32(counts[leaf]) for leaf in range(self._leaves) if counts[leaf]
-        ]
+        """Leave one gradient in the array of the lowest leaf that is there. The others are free then."""
+        leaves = sorted(self._values)
+        means = [self._values[leaf] / np.float32(counts[leaf]) for leaf in leaves if counts[leaf]]
         if means:
-            self._values[0][:] = self._robust.reduce(means)
+            self._values[leaves[0]][:] = self._robust.reduce(means)
 
 
 class Round:
     """Collects the contributions of one step's shards.
 
     A shard is opened with its contribution, its gradient is written into ``memory``, and each bucket is added when it
-    is there; other threads may do so. What was added stays, should the rest have to be computed again.
+    is there; other threads may do so. What was added stays, should the rest have to be computed again. Shards of which
+    nothing was added may be left out.
     """
 
     def __init__(
@@ -207,11 +244,28 @@ class Round:
         """A bucket is in its memory."""
         with self._locks[bucket]:
             done = self._sums[bucket].add(shard, self.memory(shard, bucket))
-            if self._sums[bucket].is_complete:  # so every shard is open, and every count is known
-                counts = [self._contributions[each].count for each in range(self._shards)]
-                self._sums[bucket].finish(counts)
+            self._finish(bucket)
         for each in done:
             self._free(each)
+
+    def is_open(self, shard: int) -> bool:
+        """Whether it counts already."""
+        return shard in self._contributions
+
+    def leave_out(self, shard: int) -> None:
+        """A shard that is not open will not come: the step is that of the others."""
+        for bucket, lock in enumerate(self._locks):
+            with lock:
+                done = self._sums[bucket].leave_out(shard)
+                self._finish(bucket)
+            for each in done:
+                self._free(each)
+
+    def _finish(self, bucket: int) -> None:
+        """Make the mean of a bucket whose last shard is there."""
+        if self._sums[bucket].is_complete:  # so every shard that will come is open, and every count is known
+            contributions = map(self._contributions.get, range(self._shards))
+            self._sums[bucket].finish([0 if each is None else each.count for each in contributions])
 
     def _free(self, shard: int) -> None:
         with self._freeing:
@@ -240,15 +294,21 @@ class Round:
         return _pairwise(losses) / max(1, self.count)
 
     def update(self) -> Update:
-        """The step's means, when every shard is there and anything counts. The gradient lies in the round's memory."""
+        """The step's means, when all is there that will come, and counts. The gradient lies in the round's memory."""
         if not all(each.is_complete for each in self._sums):
             raise ValueError("some shard's gradient is not whole")
         floats = TreeSum(self._shards)
         for shard in range(self._shards):
-            each = self._contributions[shard]
-            floats.add(shard, each.floats * np.float32(each.count))
+            each = self._contributions.get(shard)
+            if each is None:
+                floats.leave_out(shard)
+            else:
+                floats.add(shard, each.floats * np.float32(each.count))
         changes = floats.total() / np.float32(self.count)
-        return Update(self.loss, self.count, self._memory[0], changes, self._contributions[0].integers)
+        first = min(self._contributions)
+        return Update(
+            self.loss, self.count, self._memory[first], changes, self._contributions[first].integers
+        )
 
 
 def _pairwise(values: Sequence[float]) -> float:

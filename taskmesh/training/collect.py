@@ -25,6 +25,7 @@ from taskmesh.tasks import MAX_DELIVERIES
 from taskmesh.tensors import FlatLayout
 from taskmesh.training import notes
 from taskmesh.training.aggregate import Pool, Round
+from taskmesh.training.backups import Answer, Backups
 from taskmesh.training.buckets import Bucket, cut
 from taskmesh.training.keeper import Keeper
 from taskmesh.training.ledger import Share
@@ -53,15 +54,20 @@ class GradientTask(Protocol):
     async def submit(self, order: ShardOrder, /) -> Handle[ShardResult]: ...
 
 
+class ParametersGone(Exception):
+    """In an asynchronous run: a worker did not find the version that a shard was ordered of."""
+
+
 class Gathered(NamedTuple):
     """What a round came to.
 
     Attributes:
-        fault: why the step cannot be taken; None when all shards are there.
+        fault: why the step cannot be taken; None when all shards are there, or enough of them.
         uplink_bytes: payloads that came in and were used: compressed gradients with their heads, and buffers.
         seats: who holds which shard once the step is taken.
         anew: the shards whose compression remembers, and began with nothing.
         moved: bytes of what other workers had remembered and handed over, by shard.
+        late: the shards that were not waited for.
     """
 
     round: Round
@@ -71,14 +77,7 @@ class Gathered(NamedTuple):
     seats: Mapping[int, Seat]
     anew: tuple[int, ...]
     moved: Mapping[int, int]
-
-
-class _Answer(NamedTuple):
-    """What became of one attempt at a shard; ``reason`` is None when its result was taken."""
-
-    worker: str
-    reason: str | None
-    failure: TaskFailed | None = None
+    late: tuple[int, ...] = ()
 
 
 def new_round(setup: RunSetup, shards: int, buckets: Sequence[Bucket], pool: Pool) -> Round:
@@ -117,7 +116,7 @@ class Collector:
         self.pool = Pool(layout.parameter_count, KEPT_ARRAYS)
         self.roster = roster
         self.keeper = keeper
-        self._gathering: _Gathering | None = None
+        self._gatherings: set[_Gathering] = set()
 
     async def gather(
         self, plan: Plan, version: int, parameters: Part, update: Part | None = None
@@ -130,15 +129,17 @@ class Collector:
         Raises:
             MemoryGone: what the compression of a shard remembered is lost; the run is to go back to a checkpoint.
             TrainingError: a shard's handler raised again and again; the message holds the remote traceback.
+            ParametersGone: in an asynchronous run, where the current parameters are others by then.
         """
-        gathering = self._gathering = _Gathering(self, plan, version, parameters, update)
+        gathering = _Gathering(self, plan, version, parameters, update)
+        self._gatherings.add(gathering)
         try:
             return await gathering.run()
         except MemoryGone:
             gathering.release()
             raise
         finally:
-            self._gathering = None
+            self._gatherings.discard(gathering)
             await gathering.clean_up()
 
     async def listen(self) -> None:
@@ -146,8 +147,8 @@ class Collector:
         await notes.listen(self.client.bulk, self.setup.keys.notes, self._hear)
 
     def _hear(self, note: Note) -> None:
-        if self._gathering is not None:
-            self._gathering.hear(note)
+        for gathering in self._gatherings:
+            gathering.hear(note)
 
 
 class _Gathering:
@@ -164,6 +165,7 @@ class _Gathering:
         self._update = update
         self._round = new_round(self._setup, len(plan.shards), collector.buckets, collector.pool)
         self._handles: list[tuple[int, Handle[ShardResult]]] = []
+        self._submitted: set[str] = set()
         self._ended: set[str] = set()
         self._shares: list[Share] = []
         self._uplink_bytes = 0
@@ -171,9 +173,14 @@ class _Gathering:
         self._seats: dict[int, Seat] = {}
         self._anew: list[int] = []
         self._moved: dict[int, int] = {}
+        self._begun: set[int] = set()  # shards whose result is being put into the round, or is there
+        self._late: set[int] = set()  # shards that are not waited for any more
+        self._backups = Backups(self._setup.name, self._setup.backups, collector.roster, collector.observers)
         self._receipts = Receipts(
             collector.client.bulk,
-            functools.partial(self._setup.keys.gradient, version),
+            lambda place, attempt, piece: self._setup.keys.gradient(
+                version, plan.first + place, attempt, piece
+            ),
             self._round,
             collector.buckets,
             collector.layout,
@@ -181,10 +188,14 @@ class _Gathering:
         )
 
     async def run(self) -> Gathered:
+        plan = self._plan
+        needed = self._setup.needed(plan.own) + len(plan.extra)
+        # What is owed is taken up first.
         shards = {
             asyncio.create_task(self._shard(shard), name=f"taskmesh shard {shard}"): shard
-            for shard in range(len(self._plan.shards))
+            for shard in (*range(plan.own, len(plan.shards)), *range(plan.own))
         }
+        watching = asyncio.create_task(self._backups.watch(), name="taskmesh backups")
         waiting = set(shards)
         fault: str | None = None
         try:
@@ -193,15 +204,29 @@ class _Gathering:
                     waiting, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED
                 )
                 fault = next((reason for task in done if (reason := task.result()) is not None), None)
-                if not done:
+                if len(shards) - len(waiting) >= needed:
+                    waiting -= self._let_go({task: shards[task] for task in waiting})
+                elif not done:
                     await self._tell_what_is_waited_for(sorted(shards[task] for task in waiting))
         finally:
-            for task in waiting:
+            for task in (*shards, watching):
                 task.cancel()
-            await asyncio.gather(*shards, return_exceptions=True)
+            await asyncio.gather(*shards, watching, return_exceptions=True)
             await self._receipts.close()
         shares, anew = tuple(sorted(self._shares)), tuple(sorted(self._anew))
-        return Gathered(self._round, fault, shares, self._uplink_bytes, self._seats, anew, self._moved)
+        late = tuple(sorted(self._late))
+        if fault is None:
+            for shard in late:
+                await asyncio.to_thread(self._round.leave_out, shard)
+        return Gathered(self._round, fault, shares, self._uplink_bytes, self._seats, anew, self._moved, late)
+
+    def _let_go(self, waiting: Mapping[asyncio.Task[str | None], int]) -> set[asyncio.Task[str | None]]:
+        """Enough shards are there: wait for no others than those that are being added, which cannot be undone."""
+        late = {task for task, shard in waiting.items() if shard not in self._begun}
+        self._late.update(waiting[task] for task in late)
+        for task in late:
+            task.cancel()
+        return late
 
     async def _tell_what_is_waited_for(self, shards: list[int]) -> None:
         workers = await self._collector.roster.live_workers()
@@ -223,7 +248,7 @@ class _Gathering:
         order = ShardOrder(
             self._version,
             plan.step,
-            shard,
+            plan.first + shard,
             plan.shards[shard],
             plan.lengths[shard],
             self._parameters,
@@ -240,7 +265,7 @@ class _Gathering:
             order = await self._release(order)
         offenders: list[str] = []
         while True:
-            answer = await self._ask(order)
+            answer = await self._first_answer(order)
             if answer.reason is None:
                 for offender in filter(None, offenders):
                     if offender != answer.worker:
@@ -260,7 +285,15 @@ class _Gathering:
             if order.holder in others:
                 order = await self._release(order)
 
-    async def _ask(self, order: ShardOrder) -> _Answer:
+    async def _first_answer(self, order: ShardOrder) -> Answer:
+        """The answer to an order, or to a second one where it is late."""
+        if not self._setup.backups:
+            return await self._ask(order)
+        answer = await self._backups.first(order, self._ask)
+        await self._call_off([handle for shard, handle in self._handles if shard == order.shard])
+        return answer
+
+    async def _ask(self, order: ShardOrder) -> Answer:
         """Submit an order until a worker takes it up, and put its result into the round if it can be used."""
         declines = republications = 0
         roster = self._collector.roster
@@ -269,16 +302,19 @@ class _Gathering:
                 functools.partial(self._submit, order, declines), f"run {self._setup.name}"
             )
             self._handles.append((order.shard, handle))
+            self._submitted.add(handle.id)
+            self._backups.note_submitted(order.shard, handle)
             try:
                 result = await roster.answer(handle, order.holder)
             except TaskFailed as error:
-                return _Answer("", str(error), error)
+                return Answer("", str(error), error)
             except (ResultUnavailable, TaskCancelled) as error:
-                return _Answer("", str(error))
+                return Answer("", str(error))
             if result is None:  # the holder is gone; it may have handed over what it remembered
                 order = dataclasses.replace(order, holder="")
                 continue
             self._ended.add(handle.id)
+            self._backups.note_result(order.shard, result)
             if result.status == "declined":
                 declines += 1
                 if not await roster.has_others(order.avoid):
@@ -289,6 +325,8 @@ class _Gathering:
                 order = dataclasses.replace(order, avoid=tuple({*order.avoid, *roster.unlike}))
             elif result.status == "forgot":
                 raise MemoryGone(roster.seat_of(order.shard).holder, [order.shard], result.reason)
+            elif result.status == "gone" and self._setup.is_asynchronous:
+                raise ParametersGone(result.reason)
             elif result.status == "gone" and republications < MAX_REPUBLICATIONS:
                 republications += 1
                 parameters = await self._collector.republish()
@@ -296,7 +334,7 @@ class _Gathering:
                     order, parameters=parameters, update=None if parameters.kept else order.update
                 )
             else:
-                return _Answer(result.worker, await self._take(order, handle, result))
+                return Answer(result.worker, await self._take(order, handle, result))
 
     async def _release(self, order: ShardOrder) -> ShardOrder:
         """Let others than its holder compute a shard: they find what its compression remembered."""
@@ -319,13 +357,16 @@ class _Gathering:
 
     async def _take(self, order: ShardOrder, handle: Handle[ShardResult], result: ShardResult) -> str | None:
         """Put a result into the round; else why it is refused."""
+        shard = order.shard - self._plan.first
         if result.status != "computed":
             return result.reason
-        shard = order.shard
+        if shard in self._late:
+            return "the step does not wait for it any more"
+        self._begun.add(shard)
         self._chunks = max(self._chunks, len(result.digests))
         fault = await self._receipts.take(shard, result)
         if fault is None:
-            self._shares.append(Share(shard, result.worker, handle.id, len(self._plan.shards[shard])))
+            self._shares.append(Share(order.shard, result.worker, handle.id, len(self._plan.shards[shard])))
             if result.remembers:
                 self._seats[shard] = Seat(result.worker, result.attempt)
                 if not order.memory:
@@ -333,6 +374,8 @@ class _Gathering:
                 if result.moved_bytes:
                     self._moved[shard] = result.moved_bytes
             self._uplink_bytes += sum(result.sizes)
+        elif not self._round.is_open(shard):
+            self._begun.discard(shard)
         return fault
 
     def release(self) -> None:
@@ -341,17 +384,24 @@ class _Gathering:
 
     def hear(self, note: Note) -> None:
         """Pieces of a gradient are there."""
-        if note.version == self._version and note.shard < len(self._plan.shards):
-            self._receipts.hear(note.shard, note.attempt, note.places)
+        place = note.shard - self._plan.first
+        is_of_it = note.version == self._version and 0 <= place < len(self._plan.shards)
+        if is_of_it and note.attempt.rpartition(".")[0] in self._submitted:
+            self._receipts.hear(place, note.attempt, note.places)
 
     def _gradient_keys(self, shard: int, attempt: str, count: int) -> list[bytes]:
         return [self._setup.keys.gradient(self._version, shard, attempt, place) for place in range(count)]
 
+    async def _call_off(self, handles: Sequence[Handle[ShardResult]]) -> None:
+        """Cancel the attempts that have not ended."""
+        unfinished = [handle for handle in handles if handle.id not in self._ended]
+        self._ended.update(handle.id for handle in unfinished)
+        await asyncio.gather(*(handle.cancel() for handle in unfinished), return_exceptions=True)
+
     async def clean_up(self) -> None:
         """Remove the records and gradients of all attempts; what comes later still goes with its time to live."""
         client = self._collector.client
-        unfinished = [handle for _, handle in self._handles if handle.id not in self._ended]
-        await asyncio.gather(*(handle.cancel() for handle in unfinished), return_exceptions=True)
+        await self._call_off([handle for _, handle in self._handles])
         records = [
             client.partition(self._setup.name, partition_of(handle.id)).keys.result(handle.id)
             for _, handle in self._handles

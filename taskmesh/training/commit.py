@@ -12,6 +12,7 @@ import asyncio
 import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -62,6 +63,10 @@ class Committer:
         self._saver = Saver(setup, store, learner, token, observers, keeper)
         self.current: Manifest | None = None
         self._version = 0  # of the newest commit, whoever made it
+        self._past: dict[
+            int, Part
+        ] = {}  # parameters of versions before the current one that are on the server
+        self._held: Counter[int] = Counter()  # versions that somebody is to have
         self._steps: list[Part] = []  # those of versions before the current one that are on the server
         self._state: dict[str, Any] = {}  # what the current version's successors depend on beside the learner
         self._due_at = store.clock.monotonic()
@@ -276,8 +281,7 @@ class Committer:
         """
         await self._saver.settle()
         progress = await self._restore(target, parts, samples)
-        skipped = {*self._skipped(target), *skip}
-        progress = replace(progress, skipped=tuple(sorted(skipped)))
+        progress = progress.leave_out({*self._skipped(target), *skip})
         manifest = replace(
             target,
             version=self._version + 1,
@@ -345,11 +349,21 @@ class Committer:
         if before is not None and not before.kept:
             await self._let_go(before)
 
+    def hold(self, version: int) -> None:
+        """Let the parameters of the current version stay when it is not current any more."""
+        self._held[version] += 1
+
+    def release(self, version: int) -> None:
+        """They are not needed any more."""
+        self._held[version] -= 1
+
     async def _let_go(self, before: Manifest) -> None:
-        """A version gives way to the current one: unlink what nobody needs of it."""
+        """A version gives way to the current one: unlink what nobody needs of it, and of those before it."""
         assert self.current is not None
         if "update" not in before.parts:
-            await self._store.forget(before.parts["parameters"])
+            self._past[before.version] = before.parts["parameters"]
+            for version in [each for each in self._past if not self._held[each]]:
+                await self._store.forget(self._past.pop(version))
             return
         self._steps.append(before.parts["update"])
         for part in self._unneeded():

@@ -9,11 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from taskmesh.errors import ConfigurationError
+from taskmesh.training.buckets import Bucket
 from taskmesh.training.compression import DGC, TopK
 from taskmesh.training.compression.base import Compression
 from taskmesh.training.execution import Execution
 from taskmesh.training.learner import OptimizerMaker
-from taskmesh.training.modes import LocalSteps, Mode
+from taskmesh.training.modes import Asynchronous, LocalSteps, Mode, Synchronous
 from taskmesh.training.robust import Aggregation, Mean
 
 
@@ -34,9 +35,13 @@ def check(
     Raises:
         ConfigurationError: they do not; the message says which and why.
     """
-    aggregation.check(shards)
     if group < 1:
         raise ConfigurationError(f"group is {group}; it must be at least 1")
+    synchronous = mode if isinstance(mode, Synchronous) else Synchronous()
+    needed = synchronous.needed(shards)
+    aggregation.check(needed)
+    if needed < synchronous.quorum:
+        raise ConfigurationError(f"a quorum of {synchronous.quorum} of {shards} shards cannot be")
     for what, why, holds in (
         (
             f"aggregation {aggregation.name} and compression {compression.name}",
@@ -52,6 +57,43 @@ def check(
             f"downlink {'' if downlink is None else downlink.name}",
             "its momentum is that of one shard's gradients; what goes down is the mean of all",
             isinstance(downlink, DGC),
+        ),
+        (
+            f"backups and compression {compression.name}",
+            "only the worker that holds what a shard's compression remembers can compute the shard",
+            synchronous.backups > 0 and _remembers(compression),
+        ),
+        (
+            f"a quorum of {needed} of {shards} shards and compression {compression.name}",
+            "only the worker that holds what a shard's compression remembers can compute the shard, so what is late "
+            "once would be late for ever",
+            needed < shards and _remembers(compression),
+        ),
+        (
+            f"a quorum of {needed} of {shards} shards and deterministic=True",
+            "which shards are late depends on chance (what came of it can be formed again from the ledger)",
+            needed < shards and deterministic,
+        ),
+        (
+            f"asynchronous steps and aggregation {aggregation.name}",
+            "each step is of one shard alone",
+            isinstance(mode, Asynchronous) and not isinstance(aggregation, Mean),
+        ),
+        (
+            f"asynchronous steps and compression {compression.name}",
+            "only the worker that holds what a shard's compression remembers can compute the shard, and nothing "
+            "asynchronous should wait for one worker",
+            isinstance(mode, Asynchronous) and _remembers(compression),
+        ),
+        (
+            f"asynchronous steps and downlink {'' if downlink is None else downlink.name}",
+            "workers that step from each version to the next do not come back to the older one that a shard is of",
+            isinstance(mode, Asynchronous) and downlink is not None,
+        ),
+        (
+            "asynchronous steps and deterministic=True",
+            "in which order shards come depends on chance (what came of it can be formed again from the ledger)",
+            isinstance(mode, Asynchronous) and deterministic,
         ),
         (
             "local steps and precision fp16",
@@ -81,6 +123,11 @@ def check(
             f"compression {compression.name} and an optimizer with momentum do not go together: DGC brings its own, "
             "and the two would multiply; give DGC(momentum=0), or an optimizer without"
         )
+
+
+def _remembers(compression: Compression) -> bool:
+    """Whether a shard's compression goes on from what it has left out before."""
+    return bool(compression.memory(Bucket(0, 1)))
 
 
 def _has_momentum(make: Callable[..., Optimizer]) -> bool:

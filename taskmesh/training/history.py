@@ -15,6 +15,7 @@ from taskmesh.errors import CheckpointError, ConfigurationError
 from taskmesh.training.compute import compute
 from taskmesh.training.learner import Learner
 from taskmesh.training.ledger import LedgerEntry, decode_entry
+from taskmesh.training.past import check_bases
 from taskmesh.training.progress import restore
 from taskmesh.training.replay import Point, Replay, check_memories, choose_start, lineage, way_between
 from taskmesh.training.replica import Recipe
@@ -69,15 +70,21 @@ class Turned(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """From a checkpoint to a version."""
+    """From a checkpoint to a version.
+
+    Attributes:
+        start: where the replay begins: the checkpoint, or one before it.
+        lead: what leads from there to the checkpoint, in an asynchronous run.
+    """
 
     start: Manifest
+    lead: Sequence[LedgerEntry]
     entries: Sequence[LedgerEntry]
 
     @property
     def first(self) -> int:
         """The checkpoint's version."""
-        return self.start.version
+        return self.entries[0].parent
 
 
 class History:
@@ -108,7 +115,7 @@ class History:
         current = await self._store.current()
         if current is not None:
             there.setdefault(current.version, current)
-        await self._begin(way.start)
+        await self._start(way)
         found: list[Replayed] = []
         for entry in way.entries:
             await compute(self._replay.advance, entry)
@@ -137,7 +144,7 @@ class History:
                 f"worker {without!r} contributed nothing since version {way.first}; those that did are "
                 f"{', '.join(sorted(workers)) or 'none'}"
             )
-        await self._begin(way.start)
+        await self._start(way)
         left_out = 0
         for entry in way.entries:
             left_out += await compute(self._replay.advance, entry, without)
@@ -163,7 +170,7 @@ class History:
             evaluations += 1
             return await compute(_judge, is_bad, self._build, self._replay.parameters)
 
-        await self._begin(way.start)
+        await self._start(way)
         if await judge(0):
             raise ConfigurationError(f"version {way.first}, where the search begins, is bad already")
         await search.note_good()
@@ -215,22 +222,39 @@ class History:
         def check(begins: int, entries: Sequence[LedgerEntry]) -> None:
             if self._replay.remembers:
                 check_memories(entries, memories_of(kept[begins].parts))
+            if self._setup.is_asynchronous:
+                check_bases(entries)
 
         if first is None:
             first = choose_start(way, last, kept, check)
         kept[first] = await self._store.find_kept(first)
         chosen = way_between(way, first, last)
-        check(first, chosen)
-        return _Way(kept[first], chosen)
+        if not self._setup.is_asynchronous:
+            check(first, chosen)
+            return _Way(kept[first], (), chosen)
+        # Gradients may be of versions before the checkpoint.
+        start = choose_start(way, last, {version for version in kept if version <= first}, check)
+        return _Way(kept[start], way_between(way, start, last)[: -len(chosen)], chosen)
 
     def _has_all(self, checkpoint: Manifest) -> bool:
-        """Whether a replay can begin there: an older release did not keep what compressions remember."""
+        """Whether a replay can begin there: an older release did not keep what compressions remember.
+
+        What was under way in an asynchronous run is of versions that no checkpoint has.
+        """
+        if self._setup.is_asynchronous:
+            return False
         return not self._replay.remembers or bool(memories_of(checkpoint.parts))
+
+    async def _start(self, way: _Way) -> None:
+        """Stand at the way's first version."""
+        await self._begin(way.start)
+        for entry in way.lead:
+            await compute(self._replay.advance, entry)
 
     async def _begin(self, manifest: Manifest) -> None:
         parts = {name: await self._store.load(part) for name, part in manifest.parts.items()}
         progress = await restore(self._setup, self._learner, manifest, parts, self._setup.samples)
-        await compute(self._replay.begin, progress, parts)
+        await compute(self._replay.begin, progress, manifest.version, parts)
 
 
 class _Search:

@@ -6,6 +6,7 @@ The master holds fp32 parameters in one flat buffer. Everything here runs in the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,11 @@ from taskmesh.training.seeds import derive
 
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
 ScheduleMaker = Callable[[Optimizer], LRScheduler]
+
+
+def scale_of(staleness: int) -> float:
+    """How far a step goes that so many others were taken before, since the version that its gradient is of."""
+    return 1 / (1 + staleness)
 
 
 class Learner:
@@ -57,16 +63,28 @@ class Learner:
         self.sent: Sent | None = None
         self._received: Values | None = None
 
-    def apply(self, update: Update, step: int) -> str | None:
+    def apply(self, update: Update, step: int, scale: float = 1.0) -> str | None:
         """Take one step. Returns why the parameters that it led to cannot be used; None when they can.
 
         The optimizer draws the same random numbers in the same step (should it draw any).
+
+        Args:
+            scale: of the change that the optimizer makes of the gradient, and of the change of the buffers.
         """
+        if scale != 1:
+            return self._step_partly(update, step, scale)
         if self.downlink is not None:
             if not np.isfinite(update.gradient).all():
                 return "the mean gradient is not finite"
             self.sent = self.downlink.compress(update, step)
         return self._step(update, step)
+
+    def _step_partly(self, update: Update, step: int, scale: float) -> str | None:
+        trained = self.flat.values[: self.flat.layout.parameter_count]
+        before = trained.clone()
+        reason = self._step(replace(update, floats=update.floats * np.float32(scale)), step)
+        trained.sub_(before).mul_(scale).add_(before)
+        return reason
 
     def follow(self, step: Step) -> None:
         """Take a step that a master has taken.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from taskmesh.errors import CheckpointError
+from taskmesh.training.plan import Owed
 
 
 class Share(NamedTuple):
@@ -23,12 +24,18 @@ class LedgerEntry(msgspec.Struct, frozen=True):
 
     Attributes:
         batch: the number of the batch, or of the first of several; -1 for a rollback.
+        samples: of each shard of its plan, whether it came in time or not.
         parent: the version that it was formed from; of a rollback, the one restored.
         shares: shard, worker, task and samples of each contribution.
         anew: the shards whose compression remembers, and began with nothing.
         digest: of the parameters as they were committed (``Part.root``); empty for a rollback.
         without: the worker whose contributions were left out since version ``since``, where the parent was formed again
             so.
+        extra: what the plan's last shards were of: shards that had come too late for earlier steps.
+        owed: shards of batches drawn so far that had not entered a version, and were to.
+        base: in an asynchronous run, the version whose parameters its gradient is of; its one share says which shard of
+            the batch it was. Else -1: that of its parent.
+        drawn: how many batches were drawn so far, those left out included.
     """
 
     version: int
@@ -41,6 +48,10 @@ class LedgerEntry(msgspec.Struct, frozen=True):
     digest: bytes = b""
     without: str = ""
     since: int = 0
+    extra: tuple[Owed, ...] = ()
+    owed: tuple[Owed, ...] = ()
+    base: int = -1
+    drawn: int = 0
 
 
 encode_entry = msgspec.msgpack.Encoder().encode

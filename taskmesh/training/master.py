@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from taskmesh.checkpoints.manifest import Manifest, is_whole
 from taskmesh.checkpoints.tables import memory_name
 from taskmesh.errors import CheckpointError, TaskmeshError, TrainingError
-from taskmesh.events import Committed, MemoryMoved, Observers, RolledBack
+from taskmesh.events import Committed, MemoryMoved, Observers, RolledBack, ShardsLate
 from taskmesh.training import saver
 from taskmesh.training.aggregate import Update
 from taskmesh.training.collect import Collector, Gathered
@@ -26,13 +26,16 @@ from taskmesh.training.commit import Committer, Loaded
 from taskmesh.training.compute import compute
 from taskmesh.training.data import Sampler
 from taskmesh.training.host import HostMemory
-from taskmesh.training.learner import Learner
+from taskmesh.training.learner import Learner, scale_of
 from taskmesh.training.ledger import LedgerEntry
 from taskmesh.training.memory import MemoryGone, pack
-from taskmesh.training.plan import Plan, make_plan
+from taskmesh.training.modes import Asynchronous
+from taskmesh.training.plan import Owed, Plan
 from taskmesh.training.progress import Progress
 from taskmesh.training.replay import Point
+from taskmesh.training.rounds import Ready, Rounds, Source
 from taskmesh.training.setup import RunSetup
+from taskmesh.training.stream import Stream
 
 log = logging.getLogger("taskmesh.training")
 RETURNS = 20  # returns to one and the same checkpoint because workers were lost
@@ -46,6 +49,7 @@ class Finished:
         loss: of the last step; NaN when none was ever taken.
         digest: of the parameters' bytes: equal for two runs exactly when the parameters are.
         skipped: batches that were left out, by number.
+        owed: shards of batches drawn so far that were late; they enter the next steps, when the run goes on.
     """
 
     version: int
@@ -53,6 +57,7 @@ class Finished:
     loss: float
     digest: str
     skipped: tuple[int, ...]
+    owed: tuple[Owed, ...] = ()
 
 
 class Master:
@@ -74,6 +79,12 @@ class Master:
     ) -> None:
         self._setup = setup
         self._sampler = sampler
+        mode = setup.mode
+        self._source: Source = (
+            Stream(setup, sampler, committer, collector, mode.staleness)
+            if isinstance(mode, Asynchronous)
+            else Rounds(setup, sampler, committer, collector)
+        )
         self._learner = learner
         self._committer = committer
         self._collector = collector
@@ -98,7 +109,7 @@ class Master:
             pass  # a worker was lost with what it remembered: some of the steps are taken again
         digest = current.parts["parameters"].root.hex()
         loss = current.metrics.get("loss", float("nan"))
-        return Finished(current.version, current.step, loss, digest, current.skipped)
+        return Finished(current.version, current.step, loss, digest, current.skipped, self.progress.owed)
 
     async def _go_on(self, steps: int, on_commit: Callable[[Committed], None] | None) -> Manifest | None:
         """Take steps until there are so many, and keep the last; None when the run had to go back for a lost worker."""
@@ -119,8 +130,11 @@ class Master:
                 if committed is not None and on_commit is not None:
                     on_commit(committed)
         except asyncio.CancelledError:
+            await self._source.stop()
             await self._keep_where_it_is()
             raise
+        finally:
+            await self._source.stop()
 
     async def _keep_where_it_is(self) -> None:
         """Asked to stop: no step that was taken is lost, where there is time to keep it."""
@@ -134,38 +148,23 @@ class Master:
     async def _take_step(self) -> Committed | None:
         """One step; None when it ended in a rollback."""
         started = time.monotonic()
-        plan = self._plan()
-        gathered = await self._publish_and_collect(plan)
+        ready = await self._source.next(self.progress)
         try:
-            reason = self._decide(gathered)
+            reason = self._decide(ready.gathered)
             if reason is None:
-                update = gathered.round.update()
+                update = ready.gathered.round.update()
                 self._is_between_steps = False
-                reason = await compute(self._learner.apply, update, plan.step)
+                step, scale = ready.progress.step, scale_of(ready.staleness)
+                reason = await compute(self._learner.apply, update, step, scale)
                 if reason is None:
-                    committed = await self._commit(plan, gathered, update, started)
+                    committed = await self._commit(ready, update, started)
                     self._is_between_steps = True
                     return committed
         finally:
-            gathered.round.release()
-        await self._return_from(plan, reason)
+            ready.gathered.round.release()
+        await self._return_from(ready.plan, reason)
         self._is_between_steps = True
         return None
-
-    def _plan(self) -> Plan:
-        progress = self.progress
-        return make_plan(
-            self._sampler,
-            progress.step + 1,
-            progress.drawn,
-            progress.skipped,
-            self._setup.shards,
-            self._setup.batches,
-        )
-
-    async def _publish_and_collect(self, plan: Plan) -> Gathered:
-        committer = self._committer
-        return await self._collector.gather(plan, committer.version, committer.parameters, committer.update)
 
     def _decide(self, gathered: Gathered) -> str | None:
         """Why the step must not be taken; None when it may."""
@@ -175,9 +174,10 @@ class Master:
             return "no sample of the batch counts"
         return self._setup.divergence.judge(gathered.round.loss, self.progress.losses)
 
-    async def _commit(self, plan: Plan, gathered: Gathered, update: Update, started: float) -> Committed:
+    async def _commit(self, ready: Ready, update: Update, started: float) -> Committed:
+        plan, gathered = ready.plan, ready.gathered
         losses = self.progress.losses.add(update.loss, self._setup.divergence.window)
-        progress = replace(self.progress, step=plan.step, drawn=plan.drawn, losses=losses)
+        progress = replace(ready.progress, losses=losses)
         self._collector.roster.take_seats(gathered.seats)
         assert self._committer.current is not None
         version, parent = self._committer.version + 1, self._committer.current.version
@@ -188,22 +188,28 @@ class Master:
             LedgerEntry(
                 version,
                 parent,
-                plan.step,
+                progress.step,
                 plan.batch,
                 tuple(map(len, plan.shards)),
                 gathered.shares,
                 gathered.anew,
+                extra=plan.extra,
+                owed=progress.owed,
+                base=ready.base,
+                drawn=progress.drawn,
             ),
         )
         self.progress = progress
         self._tell_of_moves(plan.step, gathered)
+        if gathered.late:
+            self._tell_of_late_shards(plan, gathered.late)
         await self._offer(gathered)
-        dense_bytes = 4 * self._learner.flat.layout.float_count * len(plan.shards)
+        dense_bytes = 4 * self._learner.flat.layout.float_count * len(gathered.shares)
         seconds = time.monotonic() - started
         event = Committed(
             self._setup.name,
             version,
-            plan.step,
+            progress.step,
             update.loss,
             seconds,
             gathered.uplink_bytes,
@@ -212,6 +218,18 @@ class Master:
         )
         self._observers.emit(event)
         return event
+
+    def _tell_of_late_shards(self, plan: Plan, late: tuple[int, ...]) -> None:
+        samples, owed = sum(len(plan.shards[shard]) for shard in late), len(self.progress.owed)
+        log.info(
+            "run %s, step %d: taken without shards %s; their %d samples enter later steps; %d shards are owed",
+            self._setup.name,
+            plan.step,
+            list(late),
+            samples,
+            owed,
+        )
+        self._observers.emit(ShardsLate(self._setup.name, plan.step, late, samples, owed))
 
     async def _offer(self, gathered: Gathered) -> None:
         """Let the workers on this machine have the parameters without a fetch."""
@@ -224,24 +242,27 @@ class Master:
 
     async def _return_from(self, plan: Plan, reason: str) -> None:
         """Go back to the newest checkpoint, and leave the batch out."""
+        await self._source.stop()
+        step = self.progress.step + 1
         target, parts = await self._newest(reason)
         self._returns[target.step] += 1
         if self._returns[target.step] > self._setup.divergence.rollbacks:
             raise TrainingError(
-                f"run {self._setup.name!r} diverged at step {plan.step} again after "
+                f"run {self._setup.name!r} diverged at step {step} again after "
                 f"{self._setup.divergence.rollbacks} returns to step {target.step}: {reason}"
             )
+        left_out = ", ".join(map(str, plan.sources))
         log.warning(
-            "run %s, step %d: %s; back to step %d without batch %d (%d samples)",
+            "run %s, step %d: %s; back to step %d without batch %s (%d samples)",
             self._setup.name,
-            plan.step,
+            step,
             reason,
             target.step,
-            plan.batch,
+            left_out,
             sum(map(len, plan.shards)),
         )
-        await self._go_back(target, parts, plan.batches)
-        self._tell_of_rollback(target, f"{reason}; batch {plan.batch} is left out")
+        await self._go_back(target, parts, plan.sources)
+        self._tell_of_rollback(target, f"{reason}; batch {left_out} is left out")
 
     async def _return_for(self, gone: MemoryGone) -> None:
         """Go back to the newest checkpoint, which has what was lost with a worker, and leave nothing out.
@@ -314,14 +335,14 @@ class Master:
             CheckpointError: it is not kept (any more), or damaged.
         """
         target, parts = await self._committer.load_kept(version)
+        await self._source.stop()
         await self._go_back(target, parts, ())
         self._tell_of_rollback(target, "asked for")
         return self._committer.version
 
     async def adopt(self, point: Point, without: str, parent: int, since: int) -> int:
         """Make a state that was formed without one worker's contributions current, as a new version; its number."""
-        left_out = {*self.progress.skipped, *point.progress.skipped}
-        progress = replace(point.progress, skipped=tuple(sorted(left_out)))
+        progress = point.progress.leave_out(self.progress.skipped)
         await compute(self._learner.restore, point.parameters, point.state)
         losses = progress.losses.recent
         entry = LedgerEntry(

@@ -63,6 +63,7 @@ class ShardResult:
         attempt: names the delivery.
         remembers: this worker holds what the shard's compression remembers, under the attempt's name.
         moved_bytes: of what it went on from, where another worker had handed that over.
+        seconds: that the worker took.
     """
 
     status: Literal["computed", "refused", "declined", "unlike", "gone", "forgot"]
@@ -76,6 +77,7 @@ class ShardResult:
     digests: tuple[bytes, ...] = ()
     remembers: bool = False
     moved_bytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

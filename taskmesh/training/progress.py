@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from taskmesh.checkpoints.manifest import Manifest
 from taskmesh.errors import CheckpointError, TrainingError
 from taskmesh.training.compute import compute
+from taskmesh.training.data import Sampler
 from taskmesh.training.learner import Learner
+from taskmesh.training.plan import Owed, Plan, next_batch
 from taskmesh.training.rollback import LossHistory
 from taskmesh.training.setup import RunSetup
 from taskmesh.training.snapshot import read_state
@@ -24,12 +26,33 @@ class Progress:
         step: updates that the parameters have seen.
         drawn: batches that were drawn, skipped ones included: the number of the next one.
         skipped: batches that are left out.
+        owed: shards of drawn batches that have not entered a version, and will.
     """
 
     step: int = 0
     drawn: int = 0
     skipped: tuple[int, ...] = ()
     losses: LossHistory = field(default_factory=LossHistory)
+    owed: tuple[Owed, ...] = ()
+
+    def after(self, plan: Plan, late: Sequence[int] = ()) -> Progress:
+        """Where the run stands once a plan's step is taken, without the shards that are late."""
+        missing = [plan.owed(shard) for shard in late]
+        left = [each for each in self.owed if each not in plan.extra or each in missing]
+        owed = (*left, *(each for each in missing if each not in plan.extra))
+        return replace(self, step=plan.step, drawn=plan.drawn, owed=owed)
+
+    def draw(self, sampler: Sampler, shards: int) -> Progress:
+        """The same when one more batch is drawn: its shards are owed."""
+        batch = next_batch(self.drawn, self.skipped)
+        drawn = range(min(shards, len(sampler.batch(batch))))
+        return replace(self, drawn=batch + 1, owed=(*self.owed, *(Owed(batch, shard) for shard in drawn)))
+
+    def leave_out(self, batches: Iterable[int]) -> Progress:
+        """The same without some batches: they are not drawn any more, and what is owed of them is not either."""
+        skipped = {*self.skipped, *batches}
+        owed = tuple(each for each in self.owed if each.batch not in skipped)
+        return replace(self, skipped=tuple(sorted(skipped)), owed=owed)
 
 
 async def restore(
@@ -56,7 +79,8 @@ async def restore(
             )
     await compute(learner.restore, parts["parameters"], state)
     losses = LossHistory.read(state["losses"]["first"], state["losses"]["recent"])
-    return Progress(manifest.step, manifest.batch, manifest.skipped, losses)
+    owed = tuple(Owed(int(batch), int(shard)) for batch, shard in state.get("owed", ()))
+    return Progress(manifest.step, manifest.batch, (), losses, owed).leave_out(manifest.skipped)
 
 
 def run_state(setup: RunSetup, progress: Progress, samples: int) -> dict[str, Any]:
@@ -70,4 +94,5 @@ def run_state(setup: RunSetup, progress: Progress, samples: int) -> dict[str, An
         "mode": setup.mode_name,
         "aggregation": setup.aggregation.name,
         "losses": asdict(progress.losses),
+        "owed": [list(each) for each in progress.owed],
     }

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -31,7 +32,8 @@ HEAD_ROOM = 65_536  # bytes that a compressed bucket may have beyond its values
 class Receipts:
     """The payloads of one step's shards.
 
-    One attempt at a shard has its memory at a time: the first that is heard of, until another's result comes.
+    One attempt at a shard has its memory at a time: the first that is heard of, until another's result comes. Results
+    of one shard are taken one after the other, until one of them can be used.
 
     Args:
         key_of: where a piece lies, by shard, attempt and place.
@@ -53,6 +55,8 @@ class Receipts:
         )
         self._receipts: dict[int, Receipt] = {}
         self._fetches: dict[Receipt, set[asyncio.Task[None]]] = {}
+        self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._taken: set[int] = set()
         self._is_closed = False
 
     def hear(self, shard: int, attempt: str, places: Sequence[int]) -> None:
@@ -70,6 +74,15 @@ class Receipts:
 
     async def take(self, shard: int, result: ShardResult) -> str | None:
         """Receive what a result names. Returns why it cannot be used; None when its gradient is in the round."""
+        async with self._turns[shard]:
+            if shard in self._taken:
+                return "another attempt came before it"
+            fault = await self._take(shard, result)
+            if fault is None:
+                self._taken.add(shard)
+            return fault
+
+    async def _take(self, shard: int, result: ShardResult) -> str | None:
         receipt = self._receipts.get(shard)
         if receipt is not None:
             receipt.has_result = True

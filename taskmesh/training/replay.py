@@ -17,15 +17,18 @@ from taskmesh.broker import chunks
 from taskmesh.checkpoints.manifest import Part, checksum_of, digest_of, root_of
 from taskmesh.checkpoints.tables import memories_of
 from taskmesh.errors import CheckpointError, TrainingError
+from taskmesh.training import past
 from taskmesh.training.aggregate import Pool, Round, Update
 from taskmesh.training.buckets import cut
 from taskmesh.training.collect import KEPT_ARRAYS, new_round
 from taskmesh.training.data import Sampler
-from taskmesh.training.learner import Learner
+from taskmesh.training.learner import Learner, scale_of
 from taskmesh.training.ledger import LedgerEntry, Share
 from taskmesh.training.memory import State, fresh, size_of, unpack
+from taskmesh.training.modes import Asynchronous
 from taskmesh.training.orders import ShardOrder, ShardResult
-from taskmesh.training.plan import Plan, plan_of
+from taskmesh.training.past import Past
+from taskmesh.training.plan import Owed, Plan, plan_of, plan_of_one
 from taskmesh.training.progress import Progress
 from taskmesh.training.receive import Receipt
 from taskmesh.training.replica import Computed, Recipe, Replica
@@ -41,6 +44,7 @@ class Point(NamedTuple):
     state: Mapping[str, Any]
     progress: Progress
     memories: Mapping[int, State]
+    past: Mapping[int, Past]
 
 
 class Replay:
@@ -48,6 +52,7 @@ class Replay:
 
     Attributes:
         progress: where it stands.
+        remembers: its compression goes on from what it has left out before.
         loss: of the last step that was taken; None before it.
     """
 
@@ -62,11 +67,12 @@ class Replay:
         self._pool = Pool(self._layout.parameter_count, KEPT_ARRAYS)
         self._gradient: list[Tensor] = []
         self._memories: dict[int, State] = {}
+        self._past: dict[int, Past] = {}
         self.remembers = size_of(fresh(compression, self._buckets)) > 0
         self.progress = Progress()
         self.loss: float | None = None
 
-    def begin(self, progress: Progress, parts: Mapping[str, memoryview]) -> None:
+    def begin(self, progress: Progress, version: int, parts: Mapping[str, memoryview]) -> None:
         """The learner holds a checkpoint: go on from it, and from what its parts say was remembered.
 
         Raises:
@@ -75,15 +81,26 @@ class Replay:
         like = fresh(self._setup.compression, self._buckets)
         self.progress = progress
         self._memories = {shard: unpack(data, like) for shard, data in memories_of(parts).items()}
+        self._past = {}
+        self._note(version)
+
+    def _note(self, version: int) -> None:
+        """Keep the parameters of a version for as long as gradients may be of it."""
+        mode = self._setup.mode
+        if isinstance(mode, Asynchronous):
+            new = Past(self.progress.step, memoryview(bytearray(self.parameters)))
+            self._past = past.keep(self._past, mode.staleness, version, new)
 
     def point(self) -> Point:
         """The state, to come back to."""
         parameters = memoryview(bytes(self.parameters))
-        return Point(parameters, copy.deepcopy(self._learner.state()), self.progress, dict(self._memories))
+        state = copy.deepcopy(self._learner.state())
+        return Point(parameters, state, self.progress, dict(self._memories), dict(self._past))
 
     def go_back(self, point: Point) -> None:
         self._learner.restore(point.parameters, copy.deepcopy(point.state))
-        self.progress, self._memories = point.progress, dict(point.memories)
+        self.progress = point.progress
+        self._memories, self._past = dict(point.memories), dict(point.past)
 
     @property
     def parameters(self) -> memoryview:
@@ -106,25 +123,49 @@ class Replay:
             TrainingError: what the run could use cannot be used here.
         """
         if entry.batch < 0:  # a rollback: the state is that of its parent
+            self._past.clear()
+            self._note(entry.version)
             return 0
-        plan = self._plan(entry)
+        try:
+            plan = self._plan(entry)
+        except IndexError:
+            raise self._misfit(entry, "it names a shard that its batch does not have") from None
         shares = [share for share in sorted(entry.shares) if share.worker != without]
         update = self._gather(entry, plan, shares)
         losses = self.progress.losses
         if update is not None:
             losses = losses.add(update.loss, self._setup.divergence.window)
             self.loss = update.loss
-        self.progress = replace(self.progress, step=entry.step, drawn=plan.drawn, losses=losses)
+        self.progress = replace(
+            self.progress,
+            step=entry.step,
+            drawn=entry.drawn or plan.drawn,
+            losses=losses,
+            owed=entry.owed,
+        )
+        self._note(entry.version)
         return len(entry.shares) - len(shares)
 
     def _plan(self, entry: LedgerEntry) -> Plan:
+        if self._setup.is_asynchronous:
+            return self._plan_of_one(entry)
         batches = range(entry.batch, entry.batch + self._setup.batches)  # what is left out are whole plans
-        plan = plan_of(self._sampler, entry.step, batches, self._setup.shards)
+        plan = plan_of(self._sampler, entry.step, batches, self._setup.shards, entry.extra)
         shards = [share.shard for share in sorted(entry.shares)]
+        late = [plan.owed(shard) for shard in range(len(plan.shards)) if shard not in shards]
         if entry.step != self.progress.step + 1 or tuple(map(len, plan.shards)) != entry.samples:
             raise self._misfit(entry, f"step {self.progress.step} does not lead to its step and samples")
-        if shards != list(range(len(plan.shards))):
+        if len(shards) + len(late) != len(plan.shards) or not set(late) <= set(entry.owed):
             raise self._misfit(entry, f"it names shards {shards} of {len(plan.shards)}")
+        return plan
+
+    def _plan_of_one(self, entry: LedgerEntry) -> Plan:
+        shards = [share.shard for share in entry.shares]
+        if len(shards) != 1 or entry.step != self.progress.step + 1:
+            raise self._misfit(entry, f"it names shards {shards} of step {entry.step}")
+        plan = plan_of_one(self._sampler, Owed(entry.batch, shards[0]), self._setup.shards)
+        if tuple(map(len, plan.shards)) != entry.samples:
+            raise self._misfit(entry, f"shard {shards[0]} of batch {entry.batch} has other samples")
         return plan
 
     def _misfit(self, entry: LedgerEntry, reason: str) -> CheckpointError:
@@ -136,18 +177,24 @@ class Replay:
         """Compute the shards of these shares and take the step; None where there is nothing to take."""
         if not shares:
             return None
-        round_ = new_round(self._setup, len(shares), self._buckets, self._pool)
-        parameters = self.parameters
+        round_ = new_round(self._setup, len(plan.shards), self._buckets, self._pool)
+        base = Past(self.progress.step, self.parameters)
+        if self._setup.is_asynchronous:
+            base = past.find(self._past, entry)
         memories: dict[int, State] = {}
         try:
-            for place, share in enumerate(shares):
-                found = self._compute(entry, plan, share, parameters)
-                self._put(round_, place, entry, share, found)
+            for share in shares:
+                found = self._compute(entry, plan, share, base.parameters)
+                self._put(round_, share.shard - plan.first, entry, share, found)
                 memories[share.shard] = found.memory
+            there = {share.shard - plan.first for share in shares}
+            for shard in set(range(len(plan.shards))) - there:
+                round_.leave_out(shard)
             if not round_.count:
                 return None
             update = round_.update()
-            reason = self._learner.apply(update, plan.step)
+            scale = scale_of(self.progress.step - base.step)
+            reason = self._learner.apply(update, entry.step, scale)
         finally:
             round_.release()
         if reason is not None:
@@ -161,9 +208,9 @@ class Replay:
             entry.parent,
             plan.step,
             share.shard,
-            plan.shards[share.shard],
-            plan.lengths[share.shard],
-            Part(False, entry.parent, 0, 0, len(parameters), ()),
+            plan.shards[share.shard - plan.first],
+            plan.lengths[share.shard - plan.first],
+            Part(False, entry.parent if entry.base < 0 else entry.base, 0, 0, len(parameters), ()),
             self._layout.digest,
             self._setup.agreement,
         )

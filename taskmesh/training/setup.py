@@ -8,7 +8,7 @@ from taskmesh.checkpoints.retention import Every
 from taskmesh.errors import ConfigurationError
 from taskmesh.keys import RunKeys
 from taskmesh.training.compression.base import Compression
-from taskmesh.training.modes import LocalSteps, Mode
+from taskmesh.training.modes import Asynchronous, LocalSteps, Mode, Synchronous
 from taskmesh.training.robust import Aggregation
 from taskmesh.training.rollback import OnDivergence
 
@@ -64,7 +64,14 @@ class RunSetup:
     @property
     def mode_name(self) -> str:
         """What workers must know of the mode."""
+        if isinstance(self.mode, Asynchronous):
+            return f"asynchronous, staleness {self.mode.staleness}"
         return f"{self.mode.steps} local steps" if isinstance(self.mode, LocalSteps) else "one step"
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether each shard is a step of its own."""
+        return isinstance(self.mode, Asynchronous)
 
     @property
     def downlink_name(self) -> str:
@@ -75,6 +82,20 @@ class RunSetup:
     def batches(self) -> int:
         """Batches of each step."""
         return self.mode.steps if isinstance(self.mode, LocalSteps) else 1
+
+    def needed(self, shards: int) -> int:
+        """How many of so many shards of a step suffice."""
+        return self.mode.needed(shards) if isinstance(self.mode, Synchronous) else shards
+
+    @property
+    def extra(self) -> int:
+        """Shards that may be added to a step: as many as can be late in one, so that no more are ever owed."""
+        return max(1, self.shards - self.needed(self.shards))
+
+    @property
+    def backups(self) -> int:
+        """Shards of a step that may be out a second time at once."""
+        return self.mode.backups if isinstance(self.mode, Synchronous) else 0
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ shard before it is computed. Buckets of a gradient leave while backward is still
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -75,6 +76,7 @@ class Shards:
         Raises:
             TrainingError: this process has another model, or a loss function that does not do what it must.
         """
+        started = time.monotonic()
         if context.worker in order.avoid:
             return ShardResult("declined", context.worker)
         if order.fingerprint not in ("", self._recipe.fingerprint):
@@ -110,6 +112,7 @@ class Shards:
                 () if is_small else found.digests,
                 bool(found.memory),
                 moved_bytes,
+                time.monotonic() - started,
             )
 
     async def write_memory(self, order: MemoryOrder, context: Context) -> MemoryResult:

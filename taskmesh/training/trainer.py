@@ -74,7 +74,8 @@ class Trainer(RunReader):
         rollback: what counts as divergence, and what follows.
         seed: of the model's first parameters, the data's order, dropout and rounding.
         threads: torch's intra-op threads for a shard; 1 gives the same bits whatever the machine's cores.
-        mode: how the workers' contributions become steps; by default each step is made of all its shards.
+        mode: how the workers' contributions become steps; by default each step is made of all its shards. Of an
+            asynchronous run each shard is a step.
         deterministic: workers whose torch build, processor or settings would give other bits than the master's get no
             shards. False lets them differ.
         execution: precision, micro-batches, device and the like.

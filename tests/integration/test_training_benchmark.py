@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from benchmarks.scale.fit import fit, predict
@@ -19,11 +20,14 @@ from benchmarks.training.overlap import measure_overlap
 from benchmarks.training.parity import interval, measure_parity
 from benchmarks.training.standby import measure_standby
 from benchmarks.training.stopwatch import PARTS
-from benchmarks.training.stragglers import measure_stragglers
+from benchmarks.training.stragglers import BACKUPS, measure_step
 from benchmarks.training.transport import measure_transport
 from taskmesh.training import LedgerEntry
-from taskmesh.training.collect import Share
+from taskmesh.training.ledger import Share
+from taskmesh.training.plan import Owed
 
+SHARES = (Share(0, "worker", "task", 1), Share(1, "worker", "task", 1))
+MORE = (Share(2, "worker", "task", 1), Share(3, "worker", "task", 1))
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -54,9 +58,7 @@ def test_transport_beside_a_bare_socket() -> None:
 
 
 def test_stragglers_take_at_least_what_the_work_takes() -> None:
-    figures = measure_stragglers((4,), steps=2)
-    assert isinstance(figures["straggler_ratio"], float)
-    assert figures["straggler_ratio"] > 0.9
+    assert measure_step(16, steps=2, backups=BACKUPS) > 0.9
 
 
 def test_a_standby_takes_over() -> None:
@@ -81,15 +83,34 @@ async def test_the_ledgers_account_finds_what_is_wrong() -> None:
         return [(0, 1), (2, 3)][batch % 2]
 
     def entry(version: int, parent: int, batch: int) -> LedgerEntry:
-        return LedgerEntry(version, parent, version, batch, (2,), (Share(0, "worker", "task", 2),))
+        return LedgerEntry(version, parent, version, batch, (1, 1), SHARES)
 
     entries = [entry(1, 0, 0), entry(2, 1, 1), entry(3, 1, 1)]  # 2 was abandoned
-    assert await account(entries, 3, 4, indices_of) == {
-        "ledger_steps": 2, "committed_twice": 0, "never_committed": 0
+    assert await account(entries, 3, 4, 2, indices_of) == {
+        "ledger_steps": 2, "committed_twice": 0, "never_committed": 0, "owed": 0
     }  # fmt: skip
     entries = [entry(1, 0, 1), entry(2, 1, 1)]
-    found = await account(entries, 2, 4, indices_of)
+    found = await account(entries, 2, 4, 2, indices_of)
     assert (found["committed_twice"], found["never_committed"]) == (2, 2)
+
+
+async def test_the_ledgers_account_follows_what_is_late() -> None:
+    async def indices_of(batch: int) -> Sequence[int]:
+        return [(0, 1), (2, 3)][batch % 2]
+
+    late, owed = LedgerEntry(1, 0, 1, 0, (1, 1), SHARES[:1], owed=(Owed(0, 1),)), (Owed(0, 1), Owed(1, 0))
+    second = LedgerEntry(2, 1, 2, 1, (1, 1, 1), SHARES[1:], extra=(Owed(0, 1),), owed=owed)
+    third = LedgerEntry(3, 2, 3, 2, (1, 1, 1, 1), (*SHARES, *MORE), extra=owed)
+    found = await account([late, second], 2, 4, 2, indices_of)
+    assert (found["committed_twice"], found["never_committed"], found["owed"]) == (0, 0, 2)
+    found = await account([late, second, third], 3, 4, 2, indices_of)
+    assert (found["committed_twice"], found["never_committed"], found["owed"]) == (0, 0, 0)
+    forgotten = msgspec.structs.replace(third, shares=(*SHARES, *MORE[:1]))
+    with pytest.raises(AssertionError, match="other shards than it should"):
+        await account([late, second, forgotten], 3, 4, 2, indices_of)
+    twice = msgspec.structs.replace(third, extra=(owed[0], owed[0]))
+    found = await account([late, second, twice], 3, 4, 2, indices_of)
+    assert (found["committed_twice"], found["never_committed"]) == (1, 1)
 
 
 def test_parity_of_a_few_pairs() -> None:

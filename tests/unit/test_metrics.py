@@ -16,6 +16,8 @@ from taskmesh.events import (
     RolledBack,
     Settled,
     ShardRefused,
+    ShardRepeated,
+    ShardsLate,
     Submitted,
     WorkerLost,
 )
@@ -100,6 +102,8 @@ def test_the_other_events() -> None:
         Committed("digits", 7, 6, 0.5, 0.1, 100, 400),
         Committed("digits", 8, 7, 0.25, 0.1, 100, 400),
         ShardRefused("digits", 7, 3, "worker-1", "not finite"),
+        ShardRepeated("digits", 7, 2, "worker-1", 0.5),
+        ShardsLate("digits", 7, (2, 5), 64, 3),
         Checkpointed("digits", 8, 7, 0.3, 400, 100, 0.0, 0.01),
         MirrorFailed("digits", 8, "no such bucket"),
         RolledBack("digits", 9, 5, "loss spike"),
@@ -116,6 +120,8 @@ def test_the_other_events() -> None:
     assert seen[metrics.UPLINK_BYTES] == {("digits",): 200}
     assert seen[metrics.DENSE_BYTES] == {("digits",): 800}
     assert seen[metrics.SHARDS_REFUSED] == {("digits",): 1}
+    assert seen[metrics.SHARDS_REPEATED] == {("digits",): 1}
+    assert seen[metrics.SHARDS_LATE] == {("digits",): 2}
     assert seen[metrics.CHECKPOINTS] == {("digits",): 1}
     assert seen[metrics.CHECKPOINT_BYTES] == {("digits",): 100}
     took = seen[metrics.CHECKPOINT_SECONDS]["digits",]

@@ -43,6 +43,32 @@ def test_any_order_of_arrival_gives_the_same_bits(count: int, shuffle: random.Ra
     assert tree.total().tobytes() == in_order(values).tobytes()
 
 
+def without(values: list[np.ndarray | None]) -> np.ndarray:
+    """The tree with leaves that are left out, written down plainly."""
+    while len(values) > 1:
+        pairs = [
+            [each for each in values[at : at + 2] if each is not None] for at in range(0, len(values), 2)
+        ]
+        values = [sum(pair[1:], start=pair[0]) if pair else None for pair in pairs]
+    assert values[0] is not None
+    return values[0]
+
+
+@given(st.integers(1, 33), st.data(), st.randoms(use_true_random=False))
+def test_so_it_is_without_some_of_them(count: int, data: st.DataObject, shuffle: random.Random) -> None:
+    there = data.draw(st.sets(st.integers(0, count - 1), min_size=1))
+    values = leaves(count)
+    tree = TreeSum(count)
+    order = list(range(count))
+    shuffle.shuffle(order)
+    done: list[int] = []
+    for leaf in order:
+        done += tree.add(leaf, values[leaf].copy()) if leaf in there else tree.leave_out(leaf)
+    wanted = without([value if leaf in there else None for leaf, value in enumerate(values)])
+    assert tree.total().tobytes() == wanted.tobytes()
+    assert sorted(done) == sorted(there)[1:]
+
+
 def test_it_holds_few_arrays_when_they_come_in_turn() -> None:
     tree = TreeSum(64)
     for leaf in range(64):
@@ -93,6 +119,24 @@ def test_the_order_does_not_show_in_a_round() -> None:
         update = round_.update()
         seen.add((update.loss, update.gradient.tobytes()))
     assert len(seen) == 1
+
+
+def test_a_round_without_some_shards_is_that_of_the_others() -> None:
+    pool = Pool(3, 8)
+    round_ = Round(4, BUCKETS, pool)
+    round_.prepare(0)  # a piece of it came, its result did not
+    fill(round_, 3, contribution(3.0, 3, [1.0], [7]), 9.0)
+    round_.leave_out(0)
+    assert not round_.is_open(2)
+    round_.leave_out(2)
+    fill(round_, 1, contribution(1.0, 1, [5.0], [5]), 3.0)
+    update = round_.update()
+    assert (update.count, update.loss) == (4, 1.0)
+    assert update.gradient.tolist() == [3.0, 3.0, 3.0]
+    assert update.floats.tolist() == [2.0]
+    assert update.integers.tolist() == [5], "the lowest that is there"
+    round_.release()
+    assert len({values.ctypes.data for values in pool._free}) == len(pool._free) == 3
 
 
 def test_what_was_added_stays_when_a_shard_begins_again() -> None:

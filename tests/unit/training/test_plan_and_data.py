@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from taskmesh.errors import ConfigurationError
 from taskmesh.training.data import Sampler
-from taskmesh.training.plan import make_plan, next_batch, split
+from taskmesh.training.plan import Owed, make_plan, next_batch, split
+from taskmesh.training.progress import Progress
 
 
 @given(st.integers(1, 200), st.integers(1, 64), st.integers(0, 3))
@@ -61,6 +62,27 @@ def test_a_plan_of_several_batches_deals_each_of_them_out() -> None:
     assert [sum(lengths) for lengths in plan.lengths] == [len(shard) for shard in plan.shards]
     wanted = [index for number in plan.batches for index in sampler.batch(number)]
     assert Counter(index for shard in plan.shards for index in shard) == Counter(wanted)
+
+
+def test_what_is_owed_is_planned_as_further_shards() -> None:
+    sampler = Sampler(103, 32, seed=0)
+    plan = make_plan(sampler, 6, 4, (), 4, extra=(Owed(1, 2), Owed(3, 0)))
+    assert (plan.own, len(plan.shards), plan.sources) == (4, 6, (1, 3, 4))
+    assert plan.shards[4:] == (split(sampler.batch(1), 4)[2], split(sampler.batch(3), 4)[0])
+    assert [sum(lengths) for lengths in plan.lengths] == [len(shard) for shard in plan.shards]
+    assert [plan.owed(shard) for shard in (3, 4, 5)] == [Owed(4, 3), Owed(1, 2), Owed(3, 0)]
+
+
+def test_what_is_late_is_owed_until_it_comes() -> None:
+    sampler = Sampler(103, 32, seed=0)
+    progress = Progress(step=3, drawn=3, owed=(Owed(0, 1), Owed(0, 2), Owed(2, 0)))
+    plan = make_plan(sampler, 4, 3, (), 4, extra=progress.owed[:2])
+    after = progress.after(plan, late=(0, 2, 5))
+    assert (after.step, after.drawn) == (4, 4)
+    assert after.owed == (Owed(0, 2), Owed(2, 0), Owed(3, 0), Owed(3, 2))
+    assert progress.after(plan).owed == (Owed(2, 0),)
+    left = after.leave_out((3, 9))
+    assert (left.skipped, left.owed) == ((3, 9), (Owed(0, 2), Owed(2, 0)))
 
 
 @pytest.mark.parametrize(("samples", "batch_size"), [(0, 1), (1, 0)])

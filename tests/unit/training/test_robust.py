@@ -70,6 +70,21 @@ def test_a_trimmed_mean_is_near_the_mean_and_wild_shards_do_not_move_it() -> Non
     assert np.abs(np.array(moved) - np.array(clean)).max() < 0.5
 
 
+def test_shards_that_are_left_out_have_no_say() -> None:
+    for order in itertools.permutations(range(4)):
+        pool = Pool(5, 2)
+        round_ = Round(4, BUCKETS, pool, Median())
+        for shard in order:
+            if shard == 0:
+                round_.leave_out(0)
+                continue
+            round_.open(shard, Contribution(1.0, 2))
+            for bucket, place in enumerate(BUCKETS):
+                round_.memory(shard, bucket)[:] = 2 * np.array(ROWS[shard], "f4")[place.start : place.stop]
+                round_.add(shard, bucket)
+        assert round_.update().gradient.tolist() == [3.0, 3.0, 0.0, 2.0, 1.0]
+
+
 def test_a_shard_without_samples_has_no_say() -> None:
     assert round_of(ROWS, [1, 0, 1, 1], Median(), (0, 1, 2, 3)) == [3.0, 3.0, 0.0, 2.0, 2.0]
 
