@@ -7,8 +7,8 @@ logged and goes no further. To change what happens, write a middleware (``taskme
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -75,6 +75,7 @@ class Committed:
         uplink_bytes: payloads of its shards, as they came.
         dense_bytes: what they would have been as fp32.
         downlink_bytes: what a worker fetches to have the version.
+        metrics: those of its manifest: "loss", and what was measured of it.
     """
 
     run: str
@@ -85,6 +86,22 @@ class Committed:
     uplink_bytes: int
     dense_bytes: int
     downlink_bytes: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """A metric was measured: of a version that is committed next, or that the run goes back from.
+
+    Attributes:
+        seconds: that it took, and the run waited.
+    """
+
+    run: str
+    step: int
+    metric: str
+    value: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +184,7 @@ Event = (
     | Claimed
     | WorkerLost
     | Committed
+    | Validated
     | ShardRefused
     | Checkpointed
     | MirrorFailed

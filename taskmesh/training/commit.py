@@ -266,6 +266,15 @@ class Committer:
         target = await self._store.find_kept(version)
         return target, {name: await self._store.load(part) for name, part in target.parts.items()}
 
+    async def kept(self) -> list[Manifest]:
+        """The checkpoints, oldest first, the one that was on its way among them.
+
+        Raises:
+            CheckpointError: what one has failed with.
+        """
+        await self._saver.wait()
+        return await self._store.kept()
+
     async def roll_back(
         self, target: Manifest, parts: Mapping[str, memoryview], skip: Sequence[int], samples: int
     ) -> Progress:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 from taskmesh.checkpoints.manifest import Manifest, is_whole
 from taskmesh.checkpoints.tables import memory_name
@@ -33,7 +35,9 @@ from taskmesh.training.plan import Plan, make_plan
 from taskmesh.training.progress import Progress
 from taskmesh.training.replay import Point
 from taskmesh.training.setup import RunSetup
+from taskmesh.training.validator import Validator
 
+R = TypeVar("R")
 log = logging.getLogger("taskmesh.training")
 LOSSES = 20  # returns to one and the same checkpoint because workers were lost
 
@@ -55,6 +59,12 @@ class Finished:
     skipped: tuple[int, ...]
 
 
+class _Dropped(NamedTuple):
+    """A metric has dropped, and how."""
+
+    reason: str
+
+
 class Master:
     """Takes the steps of one run.
 
@@ -71,6 +81,7 @@ class Master:
         collector: Collector,
         observers: Observers,
         host: HostMemory,
+        validator: Validator | None = None,
     ) -> None:
         self._setup = setup
         self._sampler = sampler
@@ -79,6 +90,7 @@ class Master:
         self._collector = collector
         self._observers = observers
         self._host = host
+        self._validator = validator
         self.progress = Progress()
         self._is_between_steps = True  # else the learner's parameters are not the current version's
         self._returns: Counter[int] = Counter()
@@ -137,20 +149,49 @@ class Master:
         plan = self._plan()
         gathered = await self._publish_and_collect(plan)
         try:
-            reason = self._decide(gathered)
-            if reason is None:
-                update = gathered.round.update()
-                self._is_between_steps = False
-                reason = await compute(self._learner.apply, update, plan.step)
-                if reason is None:
-                    committed = await self._commit(plan, gathered, update, started)
-                    self._is_between_steps = True
-                    return committed
+            outcome: Committed | _Dropped | str | None = self._decide(gathered)
+            if outcome is None:
+                outcome = await self._to_its_end(self._apply_and_commit(plan, gathered, started))
         finally:
             gathered.round.release()
-        await self._return_from(plan, reason)
+        if isinstance(outcome, Committed):
+            return outcome
+        self._is_between_steps = False
+        if isinstance(outcome, _Dropped):
+            await self._return_from_drop(plan, outcome)
+        else:
+            await self._return_from(plan, outcome)
         self._is_between_steps = True
         return None
+
+    async def _apply_and_commit(
+        self, plan: Plan, gathered: Gathered, started: float
+    ) -> Committed | _Dropped | str:
+        """Take the step that the gradients make; else why it must not be taken."""
+        self._is_between_steps = False
+        update = gathered.round.update()
+        reason = await compute(self._learner.apply, update, plan.step)
+        if reason is not None:
+            return reason
+        value = await self._validate(plan.step)
+        if value is not None and (reason := self._judge(value)) is not None:
+            return _Dropped(reason)
+        committed = await self._commit(plan, gathered, update, value, started)
+        self._is_between_steps = True
+        return committed
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, R]) -> R:
+        """Do something that is worth its end even when the run is asked to stop meanwhile: so the step is kept."""
+        working = asyncio.create_task(work, name="taskmesh step")
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            await asyncio.wait({working}, timeout=saver.STOP_PATIENCE)
+            working.cancel()
+            (outcome,) = await asyncio.gather(working, return_exceptions=True)
+            if isinstance(outcome, Exception):
+                log.warning("run %s: its last step is not kept: %s", self._setup.name, outcome)
+            raise
 
     def _plan(self) -> Plan:
         progress = self.progress
@@ -175,15 +216,33 @@ class Master:
             return "no sample of the batch counts"
         return self._setup.divergence.judge(gathered.round.loss, self.progress.losses)
 
-    async def _commit(self, plan: Plan, gathered: Gathered, update: Update, started: float) -> Committed:
+    async def _validate(self, step: int) -> float | None:
+        """The metric of the parameters as they are, where it is due."""
+        if self._validator is None or not self._validator.is_due(step):
+            return None
+        return await self._validator.measure(self._learner.flat.view(), step)
+
+    def _judge(self, value: float) -> str | None:
+        """Why a version of this metric must not be committed; None when it may."""
+        assert self._validator is not None
+        return self._validator.judge(value, self.progress.validation)
+
+    async def _commit(
+        self, plan: Plan, gathered: Gathered, update: Update, value: float | None, started: float
+    ) -> Committed:
         losses = self.progress.losses.add(update.loss, self._setup.divergence.window)
         progress = replace(self.progress, step=plan.step, drawn=plan.drawn, losses=losses)
+        metrics = {"loss": update.loss}
+        if self._validator is not None and value is not None and math.isfinite(value):
+            metrics[self._validator.name] = value
+            validation = progress.validation.add(value, plan.step, plan.drawn)
+            progress = replace(progress, validation=validation)
         self._collector.roster.take_seats(gathered.seats)
         assert self._committer.current is not None
         version, parent = self._committer.version + 1, self._committer.current.version
         await self._committer.commit(
             progress,
-            {"loss": update.loss},
+            metrics,
             self._sampler.samples,
             LedgerEntry(
                 version,
@@ -209,6 +268,7 @@ class Master:
             gathered.uplink_bytes,
             dense_bytes,
             (self._committer.update or self._committer.parameters).size_bytes,
+            metrics,
         )
         self._observers.emit(event)
         return event
@@ -224,7 +284,33 @@ class Master:
 
     async def _return_from(self, plan: Plan, reason: str) -> None:
         """Go back to the newest checkpoint, and leave the batch out."""
-        target, parts = await self._newest(reason)
+        await self._return_to(await self._newest(reason), plan, plan.batches, reason)
+
+    async def _return_from_drop(self, plan: Plan, dropped: _Dropped) -> None:
+        """Go back to the newest checkpoint before the last good value, and leave out the batches since that value.
+
+        What was kept after it may have the cause in it already, in the optimizer's state before it shows in the metric.
+        """
+        found = await self._newest_good(dropped.reason)
+        first = max(self.progress.validation.drawn, found[0].batch)
+        await self._return_to(found, plan, range(first, plan.drawn), dropped.reason)
+
+    async def _newest_good(self, reason: str) -> Loaded:
+        """The newest checkpoint from before the last good value; else the oldest."""
+        found: Loaded | None = None
+        for manifest in reversed(await self._committer.kept()):
+            try:
+                found = await self._committer.load_kept(manifest.version)
+            except CheckpointError as error:
+                log.error("%s; looking for an older version", error)
+                continue
+            if manifest.step <= self.progress.validation.step:
+                break
+        return self._hold(found, reason)
+
+    async def _return_to(self, found: Loaded, plan: Plan, batches: Sequence[int], reason: str) -> None:
+        """Go back to a checkpoint after a plan has come to a bad end, and leave batches out."""
+        target, parts = found
         self._returns[target.step] += 1
         if self._returns[target.step] > self._setup.divergence.rollbacks:
             raise TrainingError(
@@ -232,16 +318,16 @@ class Master:
                 f"{self._setup.divergence.rollbacks} returns to step {target.step}: {reason}"
             )
         log.warning(
-            "run %s, step %d: %s; back to step %d without batch %d (%d samples)",
+            "run %s, step %d: %s; back to step %d without %s (%d samples)",
             self._setup.name,
             plan.step,
             reason,
             target.step,
-            plan.batch,
-            sum(map(len, plan.shards)),
+            _named(batches),
+            sum(len(self._sampler.batch(number)) for number in batches),
         )
-        await self._go_back(target, parts, plan.batches)
-        self._tell_of_rollback(target, f"{reason}; batch {plan.batch} is left out")
+        await self._go_back(target, parts, batches)
+        self._tell_of_rollback(target, f"{reason}; left out: {_named(batches)}")
 
     async def _return_for(self, gone: MemoryGone) -> None:
         """Go back to the newest checkpoint, which has what was lost with a worker, and leave nothing out.
@@ -269,7 +355,9 @@ class Master:
         self._is_between_steps = True
 
     async def _newest(self, reason: str) -> Loaded:
-        found = await self._committer.newest_kept()
+        return self._hold(await self._committer.newest_kept(), reason)
+
+    def _hold(self, found: Loaded | None, reason: str) -> Loaded:
         if found is None:
             raise TrainingError(f"run {self._setup.name!r}: no checkpoint to go back to after {reason}")
         return found
@@ -359,3 +447,10 @@ class Master:
 
     def _tell_of_rollback(self, target: Manifest, reason: str) -> None:
         self._observers.emit(RolledBack(self._setup.name, self._committer.version, target.version, reason))
+
+
+def _named(batches: Sequence[int]) -> str:
+    """Batches in words."""
+    if len(batches) == 1:
+        return f"batch {batches[0]}"
+    return f"batches {batches[0]} to {batches[-1]}" if batches else "any batch"

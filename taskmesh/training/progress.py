@@ -14,6 +14,7 @@ from taskmesh.training.learner import Learner
 from taskmesh.training.rollback import LossHistory
 from taskmesh.training.setup import RunSetup
 from taskmesh.training.snapshot import read_state
+from taskmesh.training.validation import MetricHistory
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,14 @@ class Progress:
         step: updates that the parameters have seen.
         drawn: batches that were drawn, skipped ones included: the number of the next one.
         skipped: batches that are left out.
+        validation: what was measured of it.
     """
 
     step: int = 0
     drawn: int = 0
     skipped: tuple[int, ...] = ()
     losses: LossHistory = field(default_factory=LossHistory)
+    validation: MetricHistory = field(default_factory=MetricHistory)
 
 
 async def restore(
@@ -56,7 +59,8 @@ async def restore(
             )
     await compute(learner.restore, parts["parameters"], state)
     losses = LossHistory.read(state["losses"]["first"], state["losses"]["recent"])
-    return Progress(manifest.step, manifest.batch, manifest.skipped, losses)
+    validation = MetricHistory.read(state.get("validation"))
+    return Progress(manifest.step, manifest.batch, manifest.skipped, losses, validation)
 
 
 def run_state(setup: RunSetup, progress: Progress, samples: int) -> dict[str, Any]:
@@ -70,4 +74,5 @@ def run_state(setup: RunSetup, progress: Progress, samples: int) -> dict[str, An
         "mode": setup.mode_name,
         "aggregation": setup.aggregation.name,
         "losses": asdict(progress.losses),
+        "validation": asdict(progress.validation),
     }

@@ -20,7 +20,7 @@ from taskmesh.tasks import Retry, TaskOptions
 from taskmesh.training.buckets import cut
 from taskmesh.training.collect import Collector
 from taskmesh.training.commit import Committer
-from taskmesh.training.compatibility import check
+from taskmesh.training.compatibility import check, check_metrics
 from taskmesh.training.compression import Compression, Int8
 from taskmesh.training.data import Dataset, Sampler
 from taskmesh.training.execution import Execution
@@ -42,6 +42,8 @@ from taskmesh.training.rollback import OnDivergence
 from taskmesh.training.roster import Roster
 from taskmesh.training.setup import RunSetup
 from taskmesh.training.shard import Shards
+from taskmesh.training.validation import Validate
+from taskmesh.training.validator import Validator
 
 R = TypeVar("R")
 RESULT_TTL = 60.0
@@ -81,6 +83,8 @@ class Trainer(RunReader):
         aggregation: how the gradients of a step's shards become one.
         group: ranks of each worker, started by torchrun (``taskmesh worker --group``): they compute a shard together,
             with other bits than one process does. A deterministic run has no other workers.
+        validate: a metric that the master takes of some versions: for ``Every(best=...)``,
+            ``OnDivergence(metric_drop=...)`` and whoever watches.
 
     Raises:
         ConfigurationError: something of it cannot work, or the name is taken.
@@ -109,6 +113,7 @@ class Trainer(RunReader):
         execution: Execution = Execution(),  # noqa: B008 (it is frozen)
         aggregation: Aggregation = Mean(),  # noqa: B008 (likewise)
         group: int = 1,
+        validate: Validate | None = None,
     ) -> None:
         self.mesh = mesh
         self.name = check_name("run", name)
@@ -127,14 +132,17 @@ class Trainer(RunReader):
             group,
             deterministic=deterministic,
         )
+        self._validate = validate
+        checkpoint, rollback = checkpoint or Every(), rollback or OnDivergence()
+        check_metrics(validate, checkpoint, rollback)
         self._setup = RunSetup(
             RunKeys(mesh.name, name),
             seed,
             shards,
             batch_size,
             compression,
-            checkpoint or Every(),
-            rollback or OnDivergence(),
+            checkpoint,
+            rollback,
             len(data),
             mesh.settings.liveness_ttl,
             mode,
@@ -314,7 +322,12 @@ class Trainer(RunReader):
             committer.republish,
         )
         host = HostMemory(host_name(self.mesh.settings.url, self._setup.keys))
-        self._master = Master(self._setup, self._sampler, learner, committer, collector, observers, host)
+        validator = None
+        if self._validate is not None:
+            validator = Validator(self._setup, self._validate, self.model, self._threads, observers)
+        self._master = Master(
+            self._setup, self._sampler, learner, committer, collector, observers, host, validator
+        )
         listening = asyncio.create_task(collector.listen(), name="taskmesh notes")
         try:
             return await work(self._master)
