@@ -76,6 +76,9 @@ class Committed:
         dense_bytes: what they would have been as fp32.
         downlink_bytes: what a worker fetches to have the version.
         metrics: those of its manifest: "loss", and what was measured of it.
+        samples: that it was made from.
+        lr: learning rate of the optimizer's first group in it; with local steps, the outer optimizer's.
+        gradient_norm: of its mean gradient, before it was clipped; None where it is not clipped.
     """
 
     run: str
@@ -87,6 +90,9 @@ class Committed:
     dense_bytes: int
     downlink_bytes: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    samples: int = 0
+    lr: float | None = None
+    gradient_norm: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

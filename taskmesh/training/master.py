@@ -269,6 +269,9 @@ class Master:
             dense_bytes,
             (self._committer.update or self._committer.parameters).size_bytes,
             metrics,
+            plan.samples,
+            self._learner.rate,
+            self._learner.norm,
         )
         self._observers.emit(event)
         return event

@@ -51,7 +51,17 @@ async def restore(
         )
     state = await asyncio.to_thread(read_state, parts)
     wanted = run_state(setup, Progress(), samples)
-    for name in ("seed", "samples", "batch_size", "shards", "compression", "downlink", "mode", "aggregation"):
+    for name in (
+        "seed",
+        "samples",
+        "batch_size",
+        "shards",
+        "compression",
+        "downlink",
+        "mode",
+        "aggregation",
+        "clip",
+    ):
         if state.get(name, wanted[name]) != wanted[name]:  # an older release did not note them all
             raise TrainingError(
                 f"run {setup.name!r} was begun with {name} {state.get(name)}, not {wanted[name]}: "
@@ -73,6 +83,7 @@ def run_state(setup: RunSetup, progress: Progress, samples: int) -> dict[str, An
         "downlink": setup.downlink_name,
         "mode": setup.mode_name,
         "aggregation": setup.aggregation.name,
+        "clip": setup.clip_name,
         "losses": asdict(progress.losses),
         "validation": asdict(progress.validation),
     }

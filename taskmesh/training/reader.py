@@ -48,6 +48,7 @@ class RunReader:
     _schedule: ScheduleMaker | None
     _threads: int
     _group: int
+    _clip: float | None
 
     @property
     def store(self) -> VersionStore:
@@ -197,4 +198,12 @@ class RunReader:
 
     def _new_learner(self) -> Learner:
         setup = self._setup
-        return Learner(self.model, self._optimizer, self._schedule, setup.seed, self._threads, setup.downlink)
+        return Learner(
+            self.model,
+            self._optimizer,
+            self._schedule,
+            setup.seed,
+            self._threads,
+            setup.downlink,
+            self._clip,
+        )

@@ -83,6 +83,8 @@ class Trainer(RunReader):
         aggregation: how the gradients of a step's shards become one.
         group: ranks of each worker, started by torchrun (``taskmesh worker --group``): they compute a shard together,
             with other bits than one process does. A deterministic run has no other workers.
+        clip: the largest norm of a step's mean gradient (with local steps: of each of theirs); a longer one is scaled
+            down to it. None for any; ``math.inf`` only has it measured.
         validate: a metric that the master takes of some versions: for ``Every(best=...)``,
             ``OnDivergence(metric_drop=...)`` and whoever watches.
 
@@ -114,6 +116,7 @@ class Trainer(RunReader):
         aggregation: Aggregation = Mean(),  # noqa: B008 (likewise)
         group: int = 1,
         validate: Validate | None = None,
+        clip: float | None = None,
     ) -> None:
         self.mesh = mesh
         self.name = check_name("run", name)
@@ -150,14 +153,15 @@ class Trainer(RunReader):
             execution.name,
             aggregation,
             downlink,
+            clip,
         )
         self._sampler = Sampler(len(data), batch_size, seed)
         self._threads = threads
         local = None
-        self._optimizer, self._schedule = optimizer, schedule
+        self._optimizer, self._schedule, self._clip = optimizer, schedule, clip
         if isinstance(mode, LocalSteps):
-            local = Local(optimizer, schedule)
-            self._optimizer, self._schedule = outer_optimizer(mode), None
+            local = Local(optimizer, schedule, clip)
+            self._optimizer, self._schedule, self._clip = outer_optimizer(mode), None, None
         recipe = Recipe(
             name,
             model,
