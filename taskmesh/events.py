@@ -96,6 +96,28 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitingForLease:
+    """A master has to wait, or may go on waiting as a standby: another leads the run."""
+
+    run: str
+    leader: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A master goes on from a checkpoint.
+
+    Attributes:
+        version: the checkpoint's.
+        step: the updates that its parameters have seen.
+    """
+
+    run: str
+    version: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Validated:
     """A metric was measured: of a version that is committed next, or that the run goes back from.
 
@@ -190,6 +212,8 @@ Event = (
     | Claimed
     | WorkerLost
     | Committed
+    | WaitingForLease
+    | Resumed
     | Validated
     | ShardRefused
     | Checkpointed

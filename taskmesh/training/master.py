@@ -102,10 +102,11 @@ class Master:
 
         Raises:
             LeadershipLost: another master leads the run.
-            TrainingError: it cannot go on.
+            TrainingError: it cannot go on, or not to the same bits.
             CheckpointError: there is no whole checkpoint to go on from, or back to.
         """
         await self.resume()
+        self._committer.hold_fingerprint()
         while (current := await self._go_on(steps, on_commit)) is None:
             pass  # a worker was lost with what it remembered: some of the steps are taken again
         digest = current.parts["parameters"].root.hex()

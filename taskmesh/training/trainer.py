@@ -13,7 +13,7 @@ from taskmesh.app.mesh import Mesh
 from taskmesh.checkpoints.lease import Lease
 from taskmesh.checkpoints.retention import Every
 from taskmesh.errors import BrokerError, CheckpointError, ConfigurationError, TaskmeshError, TrainingError
-from taskmesh.events import Committed
+from taskmesh.events import Committed, WaitingForLease
 from taskmesh.keys import RunKeys, check_name
 from taskmesh.messages import Priority
 from taskmesh.tasks import Retry, TaskOptions
@@ -205,7 +205,8 @@ class Trainer(RunReader):
             on_commit: called after each step, from the event loop.
 
         Raises:
-            TrainingError: the run cannot go on: a shard's handler fails, or it diverges again and again.
+            TrainingError: the run cannot go on: a shard's handler fails, it diverges again and again, or it is
+                deterministic and was begun with another torch build, processor or number of threads.
             LeadershipLost: another master has taken over.
             CheckpointError: there are checkpoints, and none is whole or fits.
             BrokerError: the server is away for longer than ``MeshSettings.retry_for``, or full.
@@ -285,7 +286,7 @@ class Trainer(RunReader):
         lease = Lease(self.mesh.client.caller, self._setup.keys, self._setup.lease_ttl)
         # Whoever waits for the lease is ready when it comes: the first optimizer of a process takes a second.
         learner = await self._make_learner()
-        token = await lease.acquire(timeout)
+        token = await lease.acquire(timeout, self._tell_of_leader)
         holding = asyncio.create_task(lease.hold(), name="taskmesh lease")
         working = asyncio.create_task(self._work(work, learner, token), name=f"taskmesh run {self.name}")
         try:
@@ -305,6 +306,9 @@ class Trainer(RunReader):
             await asyncio.gather(holding, return_exceptions=True)
             with contextlib.suppress(TaskmeshError):
                 await lease.release()
+
+    def _tell_of_leader(self, leader: str) -> None:
+        self.mesh.observers.emit(WaitingForLease(self.name, leader))
 
     async def _work(self, work: Callable[[Master], Awaitable[R]], learner: Learner, token: int) -> R:
         store = self.store
