@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 
 from taskmesh.app.mesh import Mesh
 from taskmesh.app.task import Task
+from taskmesh.broker.liveness import live_workers
 from taskmesh.checkpoints.manifest import Manifest, Part
 from taskmesh.checkpoints.store import VersionStore
-from taskmesh.errors import CheckpointError, ConfigurationError, TrainingError
+from taskmesh.errors import BrokerError, CheckpointError, ConfigurationError, TrainingError
 from taskmesh.monitoring.status import RunStatus
 from taskmesh.tensors import FlatModel, drawing
 from taskmesh.training.compute import compute
@@ -23,7 +25,9 @@ from taskmesh.training.ledger import LedgerEntry, decode_entry
 from taskmesh.training.replica import Recipe
 from taskmesh.training.setup import RunSetup
 
+log = logging.getLogger("taskmesh.training")
 INFERENCE_ROWS = 256
+PATIENCE = 5.0
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
@@ -70,6 +74,8 @@ class RunReader:
     ) -> Tensor:
         """The model's outputs for rows of inputs, computed by the workers, in evaluation mode.
 
+        It waits for workers where there are none, and the log says so every few seconds.
+
         Args:
             rows: inputs; shape (rows, ...).
             task_rows: rows of one task.
@@ -95,8 +101,27 @@ class RunReader:
         part = manifest.parts["parameters"]
         calls = [self._infer.bind(part, manifest.layout, piece) for piece in torch.split(rows, task_rows)]
         handles = await self._infer.submit_many(calls)
-        outputs: list[Tensor] = list(await asyncio.gather(*(handle.result() for handle in handles)))
+        waiting = asyncio.gather(*(handle.result() for handle in handles))
+        try:
+            while not (await asyncio.wait({waiting}, timeout=PATIENCE))[0]:
+                await self._tell_what_is_waited_for(len(handles))
+            outputs: list[Tensor] = await waiting
+        finally:
+            waiting.cancel()
         return torch.cat(outputs)
+
+    async def _tell_what_is_waited_for(self, tasks: int) -> None:
+        try:
+            workers = await live_workers(
+                self.mesh.client.partition(self.name), self.mesh.settings.liveness_ttl
+            )
+        except BrokerError as error:
+            who = f"the server does not say who ({error})"
+        else:
+            who = f"{len(workers)} workers alive:" if workers else "no worker"
+        log.warning(
+            "run %s: waiting for %d tasks of inference; %s serves queue %r", self.name, tasks, who, self.name
+        )
 
     async def evaluate(
         self,

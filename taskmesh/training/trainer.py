@@ -34,6 +34,7 @@ from taskmesh.training.local import Local, outer_optimizer
 from taskmesh.training.master import Finished, Master
 from taskmesh.training.memory import fresh, size_of
 from taskmesh.training.modes import LocalSteps, Mode, Synchronous
+from taskmesh.training.orders import ShardFailed
 from taskmesh.training.ranks import Ranks
 from taskmesh.training.reader import RunReader
 from taskmesh.training.replica import LossFunction, Recipe
@@ -180,7 +181,7 @@ class Trainer(RunReader):
         self._recipe = recipe
         self._group = group
         self._shards = Shards(mesh, self._setup.keys, recipe)
-        options = TaskOptions(queue=name, result_ttl=RESULT_TTL)
+        options = TaskOptions(queue=name, result_ttl=RESULT_TTL, raises=(ShardFailed,))
         self._gradient = mesh.add_task(self._shards.gradient, f"{name}.gradient", options)
         options = TaskOptions(
             queue=name, result_ttl=RESULT_TTL, retry=INFERENCE_RETRY, raises=(CheckpointError,)
