@@ -11,6 +11,7 @@ from torch import nn
 
 from taskmesh.app.mesh import Mesh
 from taskmesh.checkpoints.lease import Lease
+from taskmesh.checkpoints.mirror import Mirror
 from taskmesh.checkpoints.retention import Every
 from taskmesh.errors import BrokerError, CheckpointError, ConfigurationError, TaskmeshError, TrainingError
 from taskmesh.events import Committed, WaitingForLease
@@ -281,6 +282,32 @@ class Trainer(RunReader):
             ConfigurationError: the run takes local steps.
         """
         return self._shards.join(ranks)
+
+    async def delete(self, *, mirror: bool = False) -> int:
+        """Remove the run: its versions, ledger and keys. Returns how many checkpoints it had.
+
+        A later ``run`` begins anew; where the mirror stays, it goes on from there.
+
+        Args:
+            mirror: remove what is on its mirror too.
+
+        Raises:
+            TrainingError: somebody leads it.
+            CheckpointError: the mirror could not be emptied; in Redis the run is gone.
+        """
+        if self._master is not None:
+            raise TrainingError(f"run {self.name!r} is under way: it can be deleted when it has ended")
+        lease = Lease(self.mesh.client.caller, self._setup.keys, self._setup.lease_ttl)
+        token = await lease.acquire(2 * self._setup.lease_ttl)
+        try:
+            removed = await self.store.delete(token)
+            place = self._setup.checkpoint.mirror
+            if mirror and place is not None:
+                await asyncio.to_thread(Mirror(place, self.mesh.name, self.name).prune, ())
+        finally:
+            with contextlib.suppress(TaskmeshError):
+                await lease.release()
+        return removed
 
     async def _lead(self, work: Callable[[Master], Awaitable[R]], timeout: float | None) -> R:
         """Do something as the run's master, under its lease."""
