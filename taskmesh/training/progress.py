@@ -67,16 +67,32 @@ async def restore(
                 f"run {setup.name!r} was begun with {name} {state.get(name)}, not {wanted[name]}: "
                 "give the run another name, or the same values"
             )
+    _check_data(setup, str(state.get("data", "")))
     await compute(learner.restore, parts["parameters"], state)
     losses = LossHistory.read(state["losses"]["first"], state["losses"]["recent"])
     validation = MetricHistory.read(state.get("validation"))
     return Progress(manifest.step, manifest.batch, manifest.skipped, losses, validation)
 
 
+def _check_data(setup: RunSetup, begun: str) -> None:
+    """See that the data are those that the run was begun with, as far as both are known.
+
+    Raises:
+        TrainingError: they are others.
+    """
+    here = setup.data
+    if begun and here and begun.split()[0] == here.split()[0] and begun != here:
+        raise TrainingError(
+            f"run {setup.name!r} was begun with other data of the same length ({begun}, not {here}): give the run "
+            "another name, or the same data; data that are the same in other bytes may say so by an `identity`"
+        )
+
+
 def run_state(setup: RunSetup, progress: Progress, samples: int) -> dict[str, Any]:
     return {
         "seed": setup.seed,
         "samples": samples,
+        "data": setup.data,
         "batch_size": setup.batch_size,
         "shards": setup.shards,
         "compression": setup.compression.name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from taskmesh.tensors import FlatModel, drawing
 from taskmesh.training.compute import compute
 from taskmesh.training.data import Sampler
 from taskmesh.training.history import History, Replayed, Turned
+from taskmesh.training.identity import identify
 from taskmesh.training.learner import Learner, OptimizerMaker, ScheduleMaker
 from taskmesh.training.ledger import LedgerEntry, decode_entry
 from taskmesh.training.replica import Recipe
@@ -210,13 +212,20 @@ class RunReader:
         with drawing():
             return FlatModel(self.model())
 
+    async def _identified(self) -> RunSetup:
+        """The setup, with what tells the data from others."""
+        data = await compute(identify, self._recipe.data, self._setup.seed)
+        return replace(self._setup, data=data)
+
     async def _history(self) -> History:
         if self._group > 1:
             raise TrainingError(
                 f"run {self.name!r} is computed by groups of {self._group} ranks: one process gives other bits, and "
                 "cannot form its versions again"
             )
-        return History(self._setup, self._recipe, self.store, await self._make_learner(), self._fill)
+        return History(
+            await self._identified(), self._recipe, self.store, await self._make_learner(), self._fill
+        )
 
     async def _make_learner(self) -> Learner:
         return await compute(self._new_learner)

@@ -29,6 +29,7 @@ class RunSetup:
         downlink: by what gradients are compressed on their way to the workers, who step by them as the master does;
             None where the parameters themselves travel.
         clip: the largest norm of a step's mean gradient; None for any.
+        data: what tells the data from others of their length (``taskmesh.training.identity``); "" for nothing.
     """
 
     keys: RunKeys
@@ -46,6 +47,7 @@ class RunSetup:
     aggregation: Aggregation
     downlink: Compression | None
     clip: float | None = None
+    data: str = ""
 
     def __post_init__(self) -> None:
         if self.shards < 1:

@@ -313,10 +313,12 @@ class Trainer(RunReader):
         """Do something as the run's master, under its lease."""
         lease = Lease(self.mesh.client.caller, self._setup.keys, self._setup.lease_ttl)
         # Whoever waits for the lease is ready when it comes: the first optimizer of a process takes a second.
-        learner = await self._make_learner()
+        learner, setup = await self._make_learner(), await self._identified()
         token = await lease.acquire(timeout, self._tell_of_leader)
         holding = asyncio.create_task(lease.hold(), name="taskmesh lease")
-        working = asyncio.create_task(self._work(work, learner, token), name=f"taskmesh run {self.name}")
+        working = asyncio.create_task(
+            self._work(work, setup, learner, token), name=f"taskmesh run {self.name}"
+        )
         try:
             await asyncio.wait({holding, working}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
@@ -338,17 +340,19 @@ class Trainer(RunReader):
     def _tell_of_leader(self, leader: str) -> None:
         self.mesh.observers.emit(WaitingForLease(self.name, leader))
 
-    async def _work(self, work: Callable[[Master], Awaitable[R]], learner: Learner, token: int) -> R:
+    async def _work(
+        self, work: Callable[[Master], Awaitable[R]], setup: RunSetup, learner: Learner, token: int
+    ) -> R:
         store = self.store
         layout = learner.flat.layout
-        compression = self._setup.compression
+        compression = setup.compression
         state = fresh(compression, cut(layout, whole=compression.takes_whole_parameters))
         observers = self.mesh.observers
-        roster = Roster(self._setup, self.mesh.client, observers, remembers=size_of(state) > 0)
-        keeper = Keeper(self._setup, roster, self._memory, token, size_of(state))
-        committer = Committer(self._setup, store, learner, token, observers, keeper)
+        roster = Roster(setup, self.mesh.client, observers, remembers=size_of(state) > 0)
+        keeper = Keeper(setup, roster, self._memory, token, size_of(state))
+        committer = Committer(setup, store, learner, token, observers, keeper)
         collector = Collector(
-            self._setup,
+            setup,
             self.mesh.client,
             observers,
             self._gradient,
@@ -357,12 +361,12 @@ class Trainer(RunReader):
             keeper,
             committer.republish,
         )
-        host = HostMemory(host_name(self.mesh.settings.url, self._setup.keys))
+        host = HostMemory(host_name(self.mesh.settings.url, setup.keys))
         validator = None
         if self._validate is not None:
-            validator = Validator(self._setup, self._validate, self.model, self._threads, observers)
+            validator = Validator(setup, self._validate, self.model, self._threads, observers)
         self._master = Master(
-            self._setup, self._sampler, learner, committer, collector, observers, host, validator
+            setup, self._sampler, learner, committer, collector, observers, host, validator
         )
         listening = asyncio.create_task(collector.listen(), name="taskmesh notes")
         try:
