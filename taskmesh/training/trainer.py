@@ -49,6 +49,9 @@ from taskmesh.training.validator import Validator
 
 R = TypeVar("R")
 RESULT_TTL = 60.0
+IN_HAND = (
+    2  # shards in a process: one is computed at a time, and what the next one needs is fetched meanwhile
+)
 INFERENCE_RETRY = Retry(attempts=3, delay=0.05, on=(BrokerError,))
 
 
@@ -182,10 +185,14 @@ class Trainer(RunReader):
         self._recipe = recipe
         self._group = group
         self._shards = Shards(mesh, self._setup.keys, recipe)
-        options = TaskOptions(queue=name, result_ttl=RESULT_TTL, raises=(ShardFailed,))
+        options = TaskOptions(queue=name, result_ttl=RESULT_TTL, raises=(ShardFailed,), in_hand=IN_HAND)
         self._gradient = mesh.add_task(self._shards.gradient, f"{name}.gradient", options)
         options = TaskOptions(
-            queue=name, result_ttl=RESULT_TTL, retry=INFERENCE_RETRY, raises=(CheckpointError,)
+            queue=name,
+            result_ttl=RESULT_TTL,
+            retry=INFERENCE_RETRY,
+            raises=(CheckpointError,),
+            in_hand=IN_HAND,
         )
         self._infer = mesh.add_task(self._shards.infer, f"{name}.infer", options)
         options = TaskOptions(queue=name, result_ttl=RESULT_TTL, priority=Priority.HIGH)
@@ -365,9 +372,7 @@ class Trainer(RunReader):
         validator = None
         if self._validate is not None:
             validator = Validator(setup, self._validate, self.model, self._threads, observers)
-        self._master = Master(
-            setup, self._sampler, learner, committer, collector, observers, host, validator
-        )
+        self._master = Master(setup, self._sampler, learner, committer, collector, observers, host, validator)
         listening = asyncio.create_task(collector.listen(), name="taskmesh notes")
         try:
             return await work(self._master)
