@@ -24,7 +24,7 @@ def parser(name: str, description: str | None) -> argparse.ArgumentParser:
         "--no-worker",
         dest="worker",
         action="store_false",
-        help=f"only lead: workers are elsewhere (taskmesh worker examples.{name}:mesh -c 2)",
+        help=f"only lead: workers are elsewhere (taskmesh worker examples.{name}:mesh)",
     )
     made.add_argument(
         "--out",

@@ -7,8 +7,8 @@ logged and goes no further. To change what happens, write a middleware (``taskme
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -75,6 +75,10 @@ class Committed:
         uplink_bytes: payloads of its shards, as they came.
         dense_bytes: what they would have been as fp32.
         downlink_bytes: what a worker fetches to have the version.
+        metrics: those of its manifest: "loss", and what was measured of it.
+        samples: that it was made from.
+        lr: learning rate of the optimizer's first group in it; with local steps, the outer optimizer's.
+        gradient_norm: of its mean gradient, before it was clipped; None where it is not clipped.
     """
 
     run: str
@@ -85,6 +89,47 @@ class Committed:
     uplink_bytes: int
     dense_bytes: int
     downlink_bytes: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    samples: int = 0
+    lr: float | None = None
+    gradient_norm: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingForLease:
+    """A master has to wait, or may go on waiting as a standby: another leads the run."""
+
+    run: str
+    leader: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A master goes on from a checkpoint.
+
+    Attributes:
+        version: the checkpoint's.
+        step: the updates that its parameters have seen.
+    """
+
+    run: str
+    version: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """A metric was measured: of a version that is committed next, or that the run goes back from.
+
+    Attributes:
+        seconds: that it took, and the run waited.
+    """
+
+    run: str
+    step: int
+    metric: str
+    value: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +244,9 @@ Event = (
     | Claimed
     | WorkerLost
     | Committed
+    | WaitingForLease
+    | Resumed
+    | Validated
     | ShardRefused
     | ShardRepeated
     | ShardsLate

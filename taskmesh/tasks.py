@@ -90,6 +90,8 @@ class TaskOptions:
         durability: what a submit waits for; None takes the Mesh's.
         process: True runs the handler in a process of its own. False never does; None only when two workers died with
             the message, so that a third death takes no worker along (if a process can import the handler).
+        in_hand: messages of its queue that a worker takes at once, whatever its concurrency: for handlers that take
+            turns anyway, so that the rest is left to other workers. The least that a task of the queue says counts.
     """
 
     queue: str = DEFAULT_QUEUE
@@ -104,6 +106,7 @@ class TaskOptions:
     sensitive: tuple[str, ...] = ()
     durability: Durability | None = None
     process: bool | None = None
+    in_hand: int | None = None
 
     def __post_init__(self) -> None:
         check_name("queue", self.queue)
@@ -114,6 +117,8 @@ class TaskOptions:
                 raise ConfigurationError(f"{name} is {value} s; it must be positive")
         if self.max_deliveries < 1:
             raise ConfigurationError(f"max_deliveries is {self.max_deliveries}; it must be at least 1")
+        if self.in_hand is not None and self.in_hand < 1:
+            raise ConfigurationError(f"in_hand is {self.in_hand}; it must be at least 1")
         if self.result_ttl is not None and self.result_ttl < 0:
             raise ConfigurationError(f"result_ttl is {self.result_ttl} s; it cannot be negative")
 

@@ -6,7 +6,7 @@ Alone, with a worker inside::
 
 With more workers, in other terminals, before or after::
 
-    taskmesh worker examples.digits:mesh -c 2
+    taskmesh worker examples.digits:mesh
 
 This module is what master and workers share: the workers import it, the master is ``__main__.py``.
 """

@@ -7,7 +7,7 @@ Alone, with a worker inside (a quick look first, then about two million paramete
 
 With more workers, in other terminals, before or after::
 
-    taskmesh worker examples.tiny_gpt:mesh -c 2
+    taskmesh worker examples.tiny_gpt:mesh
 
 This module is what master and workers share: the workers import it, the master is ``__main__.py``.
 """

@@ -215,6 +215,7 @@ class Mesh:
         durability: Durability | None = None,
         sensitive: tuple[str, ...] = (),
         process: Literal[False] | None = None,
+        in_hand: int | None = None,
     ) -> _BatchDecorator: ...
     @overload
     def task(
@@ -232,6 +233,7 @@ class Mesh:
         durability: Durability | None = None,
         sensitive: tuple[str, ...] = (),
         process: bool | None = None,
+        in_hand: int | None = None,
     ) -> _Decorator: ...
     def task(self, *function: Callable[..., Any], **options: Any) -> Any:
         """Register a handler: ``@mesh.task`` or ``@mesh.task(queue="mail", retry=Retry(attempts=5))``.

@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import socket
+from collections.abc import Callable
 
 from taskmesh.broker import chunks, scripts
 from taskmesh.broker.caller import Caller
@@ -36,16 +37,21 @@ class Lease:
         self.owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.token = 0
 
-    async def acquire(self, timeout: float | None = None) -> int:
+    async def acquire(
+        self, timeout: float | None = None, on_wait: Callable[[str], None] | None = None
+    ) -> int:
         """Wait until the lease is free, take it and return the fencing token.
 
         A leader that dies holds it for the rest of its time to live; one that ends gives it up.
+
+        Args:
+            on_wait: told each leader that it waits for, by name.
 
         Raises:
             TrainingError: another process led all through ``timeout`` seconds; its name is in the message.
         """
         give_up_at = None if timeout is None else self._caller.clock.monotonic() + timeout
-        told = False
+        told = ""
         while True:
             reply = await self._caller.run(
                 scripts.LEAD, self._keys.tag, [self._keys.lease], (self.owner, self._ttl_ms)
@@ -57,9 +63,11 @@ class Lease:
             leader = reply[2].decode()
             if give_up_at is not None and self._caller.clock.monotonic() >= give_up_at:
                 raise TrainingError(f"run {self._keys.run!r} is led by {leader}")
-            if not told:
+            if leader != told:
                 log.info("run %s: %s leads it; waiting for the lease", self._keys.run, leader)
-                told = True
+                if on_wait is not None:
+                    on_wait(leader)
+                told = leader
             await asyncio.sleep(min(left + 0.001, LONGEST_LOOK))
 
     async def leader(self) -> str | None:

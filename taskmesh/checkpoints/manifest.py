@@ -116,6 +116,8 @@ class Manifest:
         metrics: "loss" and the like.
         restored_from: the version that a rollback made current again with this one.
         skipped: batches that the run leaves out.
+        fingerprint: what the bits of the run's steps depend on beside the run itself (torch build, processor,
+            threads); "" where they may be any.
         at_ms: when it was committed, by the master's clock; milliseconds since 1970, 0 where nobody noted it.
     """
 
@@ -131,6 +133,7 @@ class Manifest:
     restored_from: int | None = None
     skipped: tuple[int, ...] = ()
     at_ms: int = 0
+    fingerprint: str = ""
 
     def keys(self, run: RunKeys) -> list[bytes]:
         """Every chunk that the version needs."""

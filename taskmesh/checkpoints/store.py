@@ -260,6 +260,27 @@ class VersionStore(VersionReader):
         self._hold(bool(done), token)
         await self.sweep(token)
 
+    async def delete(self, token: int) -> int:
+        """Remove all of the run: versions, ledger, keys. Not beside a run under way. Returns how many were kept.
+
+        Should it be interrupted, it can be done again. What workers and masters left that has a time to live goes with
+        that; the lease stays, with the number of the last token.
+
+        Raises:
+            LeadershipLost: the token is not the newest.
+        """
+        kept, current, keys = await self.kept(), await self.current(), self.keys
+        await self.drop(kept, token)
+        await self.sweep(token)
+        if current is not None and not current.kept:
+            await self.forget(current.parts.get("update", current.parts["parameters"]))
+        done = await self._caller.run(
+            scripts.DELETE_RUN, keys.tag, [keys.lease, keys.current, keys.history, keys.ledger], (token,)
+        )
+        self._hold(bool(done), token)
+        await chunks.unlink(self._bulk, [keys.notes])
+        return len(kept)
+
     def _removal(
         self, version: int, token: int, dropped: Sequence[Manifest]
     ) -> tuple[str | bytes | int, ...]:

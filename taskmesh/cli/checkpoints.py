@@ -223,6 +223,7 @@ def _as_record(manifest: Manifest, current: Manifest | None) -> dict[str, Any]:
         "shared_bytes": manifest.size_bytes - manifest.written_bytes,
         "layout": manifest.layout,
         "token": manifest.token,
+        "fingerprint": manifest.fingerprint,
         "is_current": _is_current(manifest, current),
     }
 

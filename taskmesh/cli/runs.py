@@ -145,6 +145,33 @@ def bisect(
     )
 
 
+@commands.command(short_help="Remove a run, with all its checkpoints.")
+def delete(
+    app: App,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    mirror: Annotated[bool, typer.Option("--mirror", help="What is on its mirror, too.")] = False,
+    run: Run = None,
+) -> None:
+    """Remove a run while nobody trains: its versions, ledger and keys. The mirror stays unless asked."""
+
+    async def remove(found: TrainingRun) -> str:
+        kept = len(await found.store.kept())
+        if not yes:
+            typer.confirm(f"Delete run {found.name} with its {kept} checkpoints?", abort=True)
+        if mirror:
+            await found.trainer("it says where the mirror is").delete(mirror=True)
+        else:
+            lease = Lease(found.mesh.client.caller, found.store.keys, found.mesh.settings.liveness_ttl)
+            token = await lease.acquire(timeout=0)
+            try:
+                await found.store.delete(token)
+            finally:
+                await lease.release()
+        return f"run {found.name} is deleted, with {kept} checkpoints"
+
+    typer.echo(do(app, run, remove))
+
+
 def _judge(
     metric: str, at_most: float | None, at_least: float | None, *, quiet: bool
 ) -> Callable[[Any], bool]:

@@ -13,6 +13,7 @@ from taskmesh.training.reader import accuracy
 from taskmesh.training.robust import Mean, Median, TrimmedMean
 from taskmesh.training.rollback import OnDivergence
 from taskmesh.training.trainer import Trainer
+from taskmesh.training.validation import Validate
 
 __all__ = [
     "DGC",
@@ -39,5 +40,6 @@ __all__ = [
     "Trainer",
     "TrimmedMean",
     "Turned",
+    "Validate",
     "accuracy",
 ]

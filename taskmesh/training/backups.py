@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from taskmesh.errors import BrokerError, TaskFailed
 from taskmesh.events import Observers, ShardRepeated
 from taskmesh.results.handle import Handle, Held
-from taskmesh.training.orders import ShardOrder, ShardResult
+from taskmesh.training.orders import ShardFailed, ShardOrder, ShardResult
 from taskmesh.training.roster import Roster
 
 log = logging.getLogger("taskmesh.training")
@@ -34,7 +34,7 @@ class Answer(NamedTuple):
 
     worker: str
     reason: str | None
-    failure: TaskFailed | None = None
+    failure: ShardFailed | TaskFailed | None = None
 
 
 Ask = Callable[[ShardOrder], Coroutine[Any, Any, Answer]]

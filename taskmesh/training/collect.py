@@ -31,7 +31,7 @@ from taskmesh.training.keeper import Keeper
 from taskmesh.training.ledger import Share
 from taskmesh.training.memory import MemoryGone
 from taskmesh.training.notes import Note
-from taskmesh.training.orders import ShardOrder, ShardResult
+from taskmesh.training.orders import ShardFailed, ShardOrder, ShardResult
 from taskmesh.training.plan import Plan
 from taskmesh.training.receive import Receipts
 from taskmesh.training.robust import Mean
@@ -274,8 +274,8 @@ class _Gathering:
             offenders.append(answer.worker)
             if answer.failure is not None and len(offenders) > bound:
                 raise TrainingError(
-                    f"run {self._setup.name!r}, step {plan.step}: shard {shard} failed {len(offenders)} times: "
-                    f"{answer.failure}\n{answer.failure.traceback}"
+                    f"run {self._setup.name!r}, step {plan.step}: shard {shard} failed {len(offenders)} times, last on "
+                    f"{answer.worker or 'a worker'}: {answer.failure}\n{_traceback_of(answer.failure)}"
                 ) from answer.failure
             self._refuse(order, answer.worker, answer.reason)
             if len(offenders) > bound:
@@ -306,6 +306,8 @@ class _Gathering:
             self._backups.note_submitted(order.shard, handle)
             try:
                 result = await roster.answer(handle, order.holder)
+            except ShardFailed as error:
+                return Answer(error.worker, str(error), error)
             except TaskFailed as error:
                 return Answer("", str(error), error)
             except (ResultUnavailable, TaskCancelled) as error:
@@ -351,7 +353,12 @@ class _Gathering:
     def _refuse(self, order: ShardOrder, worker: str, reason: str) -> None:
         name = self._setup.name
         log.warning(
-            "run %s, step %d: shard %d of %s is refused: %s", name, order.step, order.shard, worker, reason
+            "run %s, step %d: shard %d of %s is refused: %s",
+            name,
+            order.step,
+            order.shard,
+            worker or "a worker",
+            reason,
         )
         self._collector.observers.emit(ShardRefused(name, order.step, order.shard, worker, reason))
 
@@ -414,3 +421,9 @@ class _Gathering:
             for key in self._gradient_keys(shard, f"{handle.id}.{delivery}", self._chunks)
         ]
         await chunks.unlink(client.bulk, gradients)
+
+
+def _traceback_of(failure: ShardFailed | TaskFailed) -> str:
+    """What a worker's handler left of where it failed."""
+    remote = failure if isinstance(failure, TaskFailed) else failure.__cause__
+    return remote.traceback if isinstance(remote, TaskFailed) else ""

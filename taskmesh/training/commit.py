@@ -22,8 +22,8 @@ import msgspec
 from taskmesh.checkpoints.manifest import Manifest, Part
 from taskmesh.checkpoints.store import Commit, VersionStore
 from taskmesh.checkpoints.tables import memories_of, memory_name
-from taskmesh.errors import CheckpointError
-from taskmesh.events import Observers
+from taskmesh.errors import CheckpointError, TrainingError
+from taskmesh.events import Observers, Resumed
 from taskmesh.training import downlink
 from taskmesh.training.downlink import Step
 from taskmesh.training.keeper import Keeper
@@ -60,6 +60,7 @@ class Committer:
         self._store = store
         self._learner = learner
         self._token = token
+        self._observers = observers
         self._saver = Saver(setup, store, learner, token, observers, keeper)
         self.current: Manifest | None = None
         self._version = 0  # of the newest commit, whoever made it
@@ -71,6 +72,7 @@ class Committer:
         self._state: dict[str, Any] = {}  # what the current version's successors depend on beside the learner
         self._due_at = store.clock.monotonic()
         self._keeping = asyncio.Lock()
+        self._fingerprint = setup.fingerprint  # of the machines whose steps led to the current version
 
     @property
     def parameters(self) -> Part:
@@ -114,8 +116,24 @@ class Committer:
         progress = await self._restore(manifest, parts, samples)
         self._version = max(manifest.version, self._version)
         self.current = self._saver.newest = manifest
+        self._fingerprint = manifest.fingerprint or self._fingerprint
         log.info("run %s goes on from version %d, step %d", self._setup.name, manifest.version, manifest.step)
+        self._observers.emit(Resumed(self._setup.name, manifest.version, manifest.step))
         return progress
+
+    def hold_fingerprint(self) -> None:
+        """See that steps taken here have the bits that they would have had where the run was begun.
+
+        Raises:
+            TrainingError: they would not.
+        """
+        begun, here = self._fingerprint, self._setup.fingerprint
+        if begun and here and begun != here:
+            raise TrainingError(
+                f"run {self._setup.name!r} was computed with {begun}; this master has {here}, so its bits would "
+                "be others: let it run where it did, or give the Trainer deterministic=False to go on with other bits"
+            )
+        self._fingerprint = here
 
     async def _find(self) -> tuple[Loaded | None, Loaded | None]:
         """The newest checkpoint that is whole; where there is none, the newest of the mirror.
@@ -146,6 +164,7 @@ class Committer:
         if mirrored is not None:
             manifest, parts = mirrored
             progress = await self._restore(manifest, parts, samples)
+            self._fingerprint = manifest.fingerprint or self._fingerprint
             metrics, version = dict(manifest.metrics), max(version, await self._number_of(manifest))
             memories = {memory_name(shard): value for shard, value in memories_of(parts).items()}
             log.warning(
@@ -155,6 +174,7 @@ class Committer:
                 progress.step,
                 self._saver.mirror,
             )
+            self._observers.emit(Resumed(self._setup.name, manifest.version, progress.step))
         await self._commit(version, progress, metrics, samples, None)
         await self._keep(memories, mirrored=mirrored is None or version != mirrored[0].version)
         await self._saver.wait()
@@ -212,6 +232,7 @@ class Committer:
             metrics=metrics,
             skipped=progress.skipped,
             at_ms=_now_ms(),
+            fingerprint=self._fingerprint,
         )
         digest = parts["parameters"].root
         ledger = b"" if entry is None else encode_entry(msgspec.structs.replace(entry, digest=digest))
@@ -270,6 +291,15 @@ class Committer:
         await self._saver.settle()
         target = await self._store.find_kept(version)
         return target, {name: await self._store.load(part) for name, part in target.parts.items()}
+
+    async def kept(self) -> list[Manifest]:
+        """The checkpoints, oldest first, the one that was on its way among them.
+
+        Raises:
+            CheckpointError: what one has failed with.
+        """
+        await self._saver.wait()
+        return await self._store.kept()
 
     async def roll_back(
         self, target: Manifest, parts: Mapping[str, memoryview], skip: Sequence[int], samples: int

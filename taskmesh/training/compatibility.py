@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from taskmesh.checkpoints.retention import Every
 from taskmesh.errors import ConfigurationError
 from taskmesh.training.buckets import Bucket
 from taskmesh.training.compression import DGC, TopK
@@ -16,6 +17,8 @@ from taskmesh.training.execution import Execution
 from taskmesh.training.learner import OptimizerMaker
 from taskmesh.training.modes import Asynchronous, LocalSteps, Mode, Synchronous
 from taskmesh.training.robust import Aggregation, Mean
+from taskmesh.training.rollback import OnDivergence
+from taskmesh.training.validation import Validate
 
 
 def check(
@@ -128,6 +131,24 @@ def check(
 def _remembers(compression: Compression) -> bool:
     """Whether a shard's compression goes on from what it has left out before."""
     return bool(compression.memory(Bucket(0, 1)))
+
+
+def check_metrics(validate: Validate | None, checkpoint: Every, divergence: OnDivergence) -> None:
+    """See that there is every metric that a run is told to go by.
+
+    Raises:
+        ConfigurationError: one is never measured, or is said to be best both ways.
+    """
+    if divergence.metric_drop is not None and validate is None:
+        raise ConfigurationError(
+            f"{divergence}: a metric_drop needs a metric: give the Trainer validate=Validate(...)"
+        )
+    metrics = {"loss": "lowest", **({} if validate is None else {validate.name: validate.best_is})}
+    if checkpoint.best is not None and metrics.get(checkpoint.best) != checkpoint.best_is:
+        known = ", ".join(f"{name} (best is the {best_is})" for name, best_is in metrics.items())
+        raise ConfigurationError(
+            f"best={checkpoint.best!r}, best_is={checkpoint.best_is!r}: the run measures {known}"
+        )
 
 
 def _has_momentum(make: Callable[..., Optimizer]) -> bool:

@@ -20,7 +20,12 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Dataset(Protocol[T_co]):
-    """Anything with a length and ``fetch``, in every worker alike: a batch goes by its indices alone."""
+    """Anything with a length and ``fetch``, in every worker alike: a batch goes by its indices alone.
+
+    It may have an ``identity`` (a text, or a method without arguments that returns one): the version of the data, or a
+    digest of all. A run goes on only with data of the identity that it was begun with. Data without one are told from
+    others by a few of their samples.
+    """
 
     def __len__(self) -> int: ...
 

@@ -5,6 +5,7 @@ The master holds fp32 parameters in one flat buffer. Everything here runs in the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from taskmesh.errors import CheckpointError
 from taskmesh.tensors import FlatModel, drawing, is_finite
 from taskmesh.training.aggregate import Update, Values
+from taskmesh.training.clipping import clip_norm
 from taskmesh.training.compression.base import Compression
 from taskmesh.training.compute import use_threads
 from taskmesh.training.downlink import Downlink, Sent, Step
@@ -38,9 +40,12 @@ class Learner:
     Args:
         downlink: by what the gradients are compressed by which all holders of the parameters step; None where only the
             master steps.
+        clip: the largest norm of a step's mean gradient; a longer one is scaled down to it. None for any.
 
     Attributes:
         downlink: compresses and reads them.
+        rate: the learning rate of the optimizer's first group in the last step; None before it, or where it has none.
+        norm: of the last step's mean gradient, where it is clipped.
         sent: by what the last step was taken; None before it, and without a downlink.
     """
 
@@ -52,6 +57,7 @@ class Learner:
         seed: int,
         threads: int,
         downlink: Compression | None = None,
+        clip: float | None = None,
     ) -> None:
         with drawing(derive(seed, "model", bits=64)):
             self.flat = FlatModel(build().float())
@@ -61,6 +67,9 @@ class Learner:
         self._schedule = None if schedule is None else schedule(self._optimizer)
         self.downlink = None if downlink is None else Downlink(downlink, self.flat.layout, seed)
         self.sent: Sent | None = None
+        self.rate: float | None = None
+        self.norm: float | None = None
+        self._clip = clip
         self._received: Values | None = None
 
     def apply(self, update: Update, step: int, scale: float = 1.0) -> str | None:
@@ -71,6 +80,10 @@ class Learner:
         Args:
             scale: of the change that the optimizer makes of the gradient, and of the change of the buffers.
         """
+        if self._clip is not None:
+            self.norm = clip_norm(update.gradient, self._clip)
+            if not math.isfinite(self.norm):
+                return "the mean gradient is not finite"
         if scale != 1:
             return self._step_partly(update, step, scale)
         if self.downlink is not None:
@@ -101,6 +114,8 @@ class Learner:
         use_threads(self._threads)
         flat = self.flat
         flat.use_gradient(torch.from_numpy(update.gradient))
+        rate = self._optimizer.param_groups[0].get("lr")
+        self.rate = None if rate is None else float(rate)
         with drawing(derive(self._seed, "optimizer", step, bits=64)):
             self._optimizer.step()
             if isinstance(self._schedule, ReduceLROnPlateau):

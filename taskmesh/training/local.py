@@ -19,6 +19,7 @@ class Local(NamedTuple):
 
     optimizer: OptimizerMaker
     schedule: ScheduleMaker | None
+    clip: float | None = None
 
 
 class Inner:
@@ -26,6 +27,7 @@ class Inner:
 
     def __init__(self, local: Local, model: nn.Module, taken: int) -> None:
         self._optimizer = local.optimizer(model.parameters())
+        self._clip = local.clip
         self._schedule: LRScheduler | None = None
         if local.schedule is not None:
             self._schedule = local.schedule(self._optimizer)
@@ -47,6 +49,10 @@ class Inner:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad.div_(count)
+        if self._clip is not None:
+            groups = self._optimizer.param_groups
+            every = [parameter for group in groups for parameter in group["params"]]
+            nn.utils.clip_grad_norm_(every, self._clip)
         self._optimizer.step()
         self._advance(loss_sum / count)
 

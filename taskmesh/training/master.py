@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 from taskmesh.checkpoints.manifest import Manifest, is_whole
 from taskmesh.checkpoints.tables import memory_name
@@ -36,7 +38,9 @@ from taskmesh.training.replay import Point
 from taskmesh.training.rounds import Ready, Rounds, Source
 from taskmesh.training.setup import RunSetup
 from taskmesh.training.stream import Stream
+from taskmesh.training.validator import Validator
 
+R = TypeVar("R")
 log = logging.getLogger("taskmesh.training")
 RETURNS = 20  # returns to one and the same checkpoint because workers were lost
 
@@ -60,6 +64,12 @@ class Finished:
     owed: tuple[Owed, ...] = ()
 
 
+class _Dropped(NamedTuple):
+    """A metric has dropped, and how."""
+
+    reason: str
+
+
 class Master:
     """Takes the steps of one run.
 
@@ -76,6 +86,7 @@ class Master:
         collector: Collector,
         observers: Observers,
         host: HostMemory,
+        validator: Validator | None = None,
     ) -> None:
         self._setup = setup
         self._sampler = sampler
@@ -90,6 +101,7 @@ class Master:
         self._collector = collector
         self._observers = observers
         self._host = host
+        self._validator = validator
         self.progress = Progress()
         self._is_between_steps = True  # else the learner's parameters are not the current version's
         self._returns: Counter[int] = Counter()
@@ -101,10 +113,11 @@ class Master:
 
         Raises:
             LeadershipLost: another master leads the run.
-            TrainingError: it cannot go on.
+            TrainingError: it cannot go on, or not to the same bits.
             CheckpointError: there is no whole checkpoint to go on from, or back to.
         """
         await self.resume()
+        self._committer.hold_fingerprint()
         while (current := await self._go_on(steps, on_commit)) is None:
             pass  # a worker was lost with what it remembered: some of the steps are taken again
         digest = current.parts["parameters"].root.hex()
@@ -150,21 +163,47 @@ class Master:
         started = time.monotonic()
         ready = await self._source.next(self.progress)
         try:
-            reason = self._decide(ready.gathered)
-            if reason is None:
-                update = ready.gathered.round.update()
-                self._is_between_steps = False
-                step, scale = ready.progress.step, scale_of(ready.staleness)
-                reason = await compute(self._learner.apply, update, step, scale)
-                if reason is None:
-                    committed = await self._commit(ready, update, started)
-                    self._is_between_steps = True
-                    return committed
+            outcome: Committed | _Dropped | str | None = self._decide(ready.gathered)
+            if outcome is None:
+                outcome = await self._to_its_end(self._apply_and_commit(ready, started))
         finally:
             ready.gathered.round.release()
-        await self._return_from(ready.plan, reason)
+        if isinstance(outcome, Committed):
+            return outcome
+        self._is_between_steps = False
+        if isinstance(outcome, _Dropped):
+            await self._return_from_drop(ready, outcome)
+        else:
+            await self._return_from(ready, outcome)
         self._is_between_steps = True
         return None
+
+    async def _apply_and_commit(self, ready: Ready, started: float) -> Committed | _Dropped | str:
+        """Take the step that the gradients make; else why it must not be taken."""
+        self._is_between_steps = False
+        update, step = ready.gathered.round.update(), ready.progress.step
+        reason = await compute(self._learner.apply, update, step, scale_of(ready.staleness))
+        if reason is not None:
+            return reason
+        value = await self._validate(step)
+        if value is not None and (reason := self._judge(value)) is not None:
+            return _Dropped(reason)
+        committed = await self._commit(ready, update, value, started)
+        self._is_between_steps = True
+        return committed
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, R]) -> R:
+        """Do something that is worth its end even when the run is asked to stop meanwhile: so the step is kept."""
+        working = asyncio.create_task(work, name="taskmesh step")
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            await asyncio.wait({working}, timeout=saver.STOP_PATIENCE)
+            working.cancel()
+            (outcome,) = await asyncio.gather(working, return_exceptions=True)
+            if isinstance(outcome, Exception):
+                log.warning("run %s: its last step is not kept: %s", self._setup.name, outcome)
+            raise
 
     def _decide(self, gathered: Gathered) -> str | None:
         """Why the step must not be taken; None when it may."""
@@ -174,16 +213,32 @@ class Master:
             return "no sample of the batch counts"
         return self._setup.divergence.judge(gathered.round.loss, self.progress.losses)
 
-    async def _commit(self, ready: Ready, update: Update, started: float) -> Committed:
+    async def _validate(self, step: int) -> float | None:
+        """The metric of the parameters as they are, where it is due."""
+        if self._validator is None or not self._validator.is_due(step):
+            return None
+        return await self._validator.measure(self._learner.flat.view(), step)
+
+    def _judge(self, value: float) -> str | None:
+        """Why a version of this metric must not be committed; None when it may."""
+        assert self._validator is not None
+        return self._validator.judge(value, self.progress.validation)
+
+    async def _commit(self, ready: Ready, update: Update, value: float | None, started: float) -> Committed:
         plan, gathered = ready.plan, ready.gathered
         losses = self.progress.losses.add(update.loss, self._setup.divergence.window)
         progress = replace(ready.progress, losses=losses)
+        metrics = {"loss": update.loss}
+        if self._validator is not None and value is not None and math.isfinite(value):
+            metrics[self._validator.name] = value
+            validation = progress.validation.add(value, progress.step, progress.drawn)
+            progress = replace(progress, validation=validation)
         self._collector.roster.take_seats(gathered.seats)
         assert self._committer.current is not None
         version, parent = self._committer.version + 1, self._committer.current.version
         await self._committer.commit(
             progress,
-            {"loss": update.loss},
+            metrics,
             self._sampler.samples,
             LedgerEntry(
                 version,
@@ -215,6 +270,10 @@ class Master:
             gathered.uplink_bytes,
             dense_bytes,
             (self._committer.update or self._committer.parameters).size_bytes,
+            metrics,
+            plan.samples,
+            self._learner.rate,
+            self._learner.norm,
         )
         self._observers.emit(event)
         return event
@@ -240,29 +299,54 @@ class Master:
 
     # going back
 
-    async def _return_from(self, plan: Plan, reason: str) -> None:
+    async def _return_from(self, ready: Ready, reason: str) -> None:
         """Go back to the newest checkpoint, and leave the batch out."""
+        await self._return_to(await self._newest(reason), ready, ready.plan.sources, reason)
+
+    async def _return_from_drop(self, ready: Ready, dropped: _Dropped) -> None:
+        """Go back to the newest checkpoint before the last good value, and leave out the batches since that value.
+
+        What was kept after it may have the cause in it already, in the optimizer's state before it shows in the metric.
+        """
+        found = await self._newest_good(dropped.reason)
+        first = max(self.progress.validation.drawn, found[0].batch)
+        await self._return_to(found, ready, range(first, ready.progress.drawn), dropped.reason)
+
+    async def _newest_good(self, reason: str) -> Loaded:
+        """The newest checkpoint from before the last good value; else the oldest."""
+        found: Loaded | None = None
+        for manifest in reversed(await self._committer.kept()):
+            try:
+                found = await self._committer.load_kept(manifest.version)
+            except CheckpointError as error:
+                log.error("%s; looking for an older version", error)
+                continue
+            if manifest.step <= self.progress.validation.step:
+                break
+        return self._hold(found, reason)
+
+    async def _return_to(self, found: Loaded, ready: Ready, batches: Sequence[int], reason: str) -> None:
+        """Go back to a checkpoint after a step has come to a bad end, and leave batches out."""
         await self._source.stop()
-        step = self.progress.step + 1
-        target, parts = await self._newest(reason)
+        step = ready.progress.step
+        target, parts = found
         self._returns[target.step] += 1
         if self._returns[target.step] > self._setup.divergence.rollbacks:
             raise TrainingError(
                 f"run {self._setup.name!r} diverged at step {step} again after "
                 f"{self._setup.divergence.rollbacks} returns to step {target.step}: {reason}"
             )
-        left_out = ", ".join(map(str, plan.sources))
         log.warning(
-            "run %s, step %d: %s; back to step %d without batch %s (%d samples)",
+            "run %s, step %d: %s; back to step %d without %s (%d samples)",
             self._setup.name,
             step,
             reason,
             target.step,
-            left_out,
-            sum(map(len, plan.shards)),
+            _named(batches),
+            sum(len(self._sampler.batch(number)) for number in batches),
         )
-        await self._go_back(target, parts, plan.sources)
-        self._tell_of_rollback(target, f"{reason}; batch {left_out} is left out")
+        await self._go_back(target, parts, batches)
+        self._tell_of_rollback(target, f"{reason}; left out: {_named(batches)}")
 
     async def _return_for(self, gone: MemoryGone) -> None:
         """Go back to the newest checkpoint, which has what was lost with a worker, and leave nothing out.
@@ -290,7 +374,9 @@ class Master:
         self._is_between_steps = True
 
     async def _newest(self, reason: str) -> Loaded:
-        found = await self._committer.newest_kept()
+        return self._hold(await self._committer.newest_kept(), reason)
+
+    def _hold(self, found: Loaded | None, reason: str) -> Loaded:
         if found is None:
             raise TrainingError(f"run {self._setup.name!r}: no checkpoint to go back to after {reason}")
         return found
@@ -380,3 +466,10 @@ class Master:
 
     def _tell_of_rollback(self, target: Manifest, reason: str) -> None:
         self._observers.emit(RolledBack(self._setup.name, self._committer.version, target.version, reason))
+
+
+def _named(batches: Sequence[int]) -> str:
+    """Batches in words."""
+    if len(batches) == 1:
+        return f"batch {batches[0]}"
+    return f"batches {batches[0]} to {batches[-1]}" if batches else "any batch"

@@ -7,6 +7,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 from taskmesh.checkpoints.manifest import Part
+from taskmesh.errors import TrainingError
+
+
+class ShardFailed(TrainingError):
+    """A worker could not compute a shard: the model, the loss function or the data raised.
+
+    Attributes:
+        worker: whose handler it was.
+        reason: what was raised, in words.
+    """
+
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(worker, reason)
+        self.worker = worker
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from taskmesh.training.plan import Owed, Plan, next_batch
 from taskmesh.training.rollback import LossHistory
 from taskmesh.training.setup import RunSetup
 from taskmesh.training.snapshot import read_state
+from taskmesh.training.validation import MetricHistory
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Progress:
         drawn: batches that were drawn, skipped ones included: the number of the next one.
         skipped: batches that are left out.
         owed: shards of drawn batches that have not entered a version, and will.
+        validation: what was measured of it.
     """
 
     step: int = 0
@@ -54,6 +56,8 @@ class Progress:
         owed = tuple(each for each in self.owed if each.batch not in skipped)
         return replace(self, skipped=tuple(sorted(skipped)), owed=owed)
 
+    validation: MetricHistory = field(default_factory=MetricHistory)
+
 
 async def restore(
     setup: RunSetup, learner: Learner, manifest: Manifest, parts: Mapping[str, memoryview], samples: int
@@ -71,28 +75,58 @@ async def restore(
         )
     state = await asyncio.to_thread(read_state, parts)
     wanted = run_state(setup, Progress(), samples)
-    for name in ("seed", "samples", "batch_size", "shards", "compression", "downlink", "mode", "aggregation"):
+    for name in (
+        "seed",
+        "samples",
+        "batch_size",
+        "shards",
+        "compression",
+        "downlink",
+        "mode",
+        "aggregation",
+        "clip",
+    ):
         if state.get(name, wanted[name]) != wanted[name]:  # an older release did not note them all
             raise TrainingError(
                 f"run {setup.name!r} was begun with {name} {state.get(name)}, not {wanted[name]}: "
                 "give the run another name, or the same values"
             )
+    _check_data(setup, str(state.get("data", "")))
     await compute(learner.restore, parts["parameters"], state)
     losses = LossHistory.read(state["losses"]["first"], state["losses"]["recent"])
     owed = tuple(Owed(int(batch), int(shard)) for batch, shard in state.get("owed", ()))
-    return Progress(manifest.step, manifest.batch, (), losses, owed).leave_out(manifest.skipped)
+    validation = MetricHistory.read(state.get("validation"))
+    progress = Progress(manifest.step, manifest.batch, (), losses, owed, validation)
+    return progress.leave_out(manifest.skipped)
+
+
+def _check_data(setup: RunSetup, begun: str) -> None:
+    """See that the data are those that the run was begun with, as far as both are known.
+
+    Raises:
+        TrainingError: they are others.
+    """
+    here = setup.data
+    if begun and here and begun.split()[0] == here.split()[0] and begun != here:
+        raise TrainingError(
+            f"run {setup.name!r} was begun with other data of the same length ({begun}, not {here}): give the run "
+            "another name, or the same data; data that are the same in other bytes may say so by an `identity`"
+        )
 
 
 def run_state(setup: RunSetup, progress: Progress, samples: int) -> dict[str, Any]:
     return {
         "seed": setup.seed,
         "samples": samples,
+        "data": setup.data,
         "batch_size": setup.batch_size,
         "shards": setup.shards,
         "compression": setup.compression.name,
         "downlink": setup.downlink_name,
         "mode": setup.mode_name,
         "aggregation": setup.aggregation.name,
+        "clip": setup.clip_name,
         "losses": asdict(progress.losses),
         "owed": [list(each) for each in progress.owed],
+        "validation": asdict(progress.validation),
     }

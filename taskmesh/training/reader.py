@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from taskmesh.app.mesh import Mesh
 from taskmesh.app.task import Task
+from taskmesh.broker.liveness import live_workers
 from taskmesh.checkpoints.manifest import Manifest, Part
 from taskmesh.checkpoints.store import VersionStore
-from taskmesh.errors import CheckpointError, ConfigurationError, TrainingError
+from taskmesh.errors import BrokerError, CheckpointError, ConfigurationError, TrainingError
 from taskmesh.monitoring.status import RunStatus
 from taskmesh.tensors import FlatModel, drawing
 from taskmesh.training.compute import compute
 from taskmesh.training.data import Sampler
 from taskmesh.training.history import History, Replayed, Turned
+from taskmesh.training.identity import identify
 from taskmesh.training.learner import Learner, OptimizerMaker, ScheduleMaker
 from taskmesh.training.ledger import LedgerEntry, decode_entry
 from taskmesh.training.replica import Recipe
 from taskmesh.training.setup import RunSetup
 
+log = logging.getLogger("taskmesh.training")
 INFERENCE_ROWS = 256
+PATIENCE = 5.0
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
@@ -48,6 +54,7 @@ class RunReader:
     _schedule: ScheduleMaker | None
     _threads: int
     _group: int
+    _clip: float | None
 
     @property
     def store(self) -> VersionStore:
@@ -68,6 +75,8 @@ class RunReader:
         self, rows: Tensor, *, version: int | None = None, task_rows: int = INFERENCE_ROWS
     ) -> Tensor:
         """The model's outputs for rows of inputs, computed by the workers, in evaluation mode.
+
+        It waits for workers where there are none, and the log says so every few seconds.
 
         Args:
             rows: inputs; shape (rows, ...).
@@ -94,8 +103,27 @@ class RunReader:
         part = manifest.parts["parameters"]
         calls = [self._infer.bind(part, manifest.layout, piece) for piece in torch.split(rows, task_rows)]
         handles = await self._infer.submit_many(calls)
-        outputs: list[Tensor] = list(await asyncio.gather(*(handle.result() for handle in handles)))
+        waiting = asyncio.gather(*(handle.result() for handle in handles))
+        try:
+            while not (await asyncio.wait({waiting}, timeout=PATIENCE))[0]:
+                await self._tell_what_is_waited_for(len(handles))
+            outputs: list[Tensor] = await waiting
+        finally:
+            waiting.cancel()
         return torch.cat(outputs)
+
+    async def _tell_what_is_waited_for(self, tasks: int) -> None:
+        try:
+            workers = await live_workers(
+                self.mesh.client.partition(self.name), self.mesh.settings.liveness_ttl
+            )
+        except BrokerError as error:
+            who = f"the server does not say who ({error})"
+        else:
+            who = f"{len(workers)} workers alive:" if workers else "no worker"
+        log.warning(
+            "run %s: waiting for %d tasks of inference; %s serves queue %r", self.name, tasks, who, self.name
+        )
 
     async def evaluate(
         self,
@@ -184,17 +212,32 @@ class RunReader:
         with drawing():
             return FlatModel(self.model())
 
+    async def _identified(self) -> RunSetup:
+        """The setup, with what tells the data from others."""
+        data = await compute(identify, self._recipe.data, self._setup.seed)
+        return replace(self._setup, data=data)
+
     async def _history(self) -> History:
         if self._group > 1:
             raise TrainingError(
                 f"run {self.name!r} is computed by groups of {self._group} ranks: one process gives other bits, and "
                 "cannot form its versions again"
             )
-        return History(self._setup, self._recipe, self.store, await self._make_learner(), self._fill)
+        return History(
+            await self._identified(), self._recipe, self.store, await self._make_learner(), self._fill
+        )
 
     async def _make_learner(self) -> Learner:
         return await compute(self._new_learner)
 
     def _new_learner(self) -> Learner:
         setup = self._setup
-        return Learner(self.model, self._optimizer, self._schedule, setup.seed, self._threads, setup.downlink)
+        return Learner(
+            self.model,
+            self._optimizer,
+            self._schedule,
+            setup.seed,
+            self._threads,
+            setup.downlink,
+            self._clip,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from taskmesh.checkpoints.retention import Every
@@ -27,6 +28,8 @@ class RunSetup:
         aggregation: how the gradients of a step's shards become one.
         downlink: by what gradients are compressed on their way to the workers, who step by them as the master does;
             None where the parameters themselves travel.
+        clip: the largest norm of a step's mean gradient; None for any.
+        data: what tells the data from others of their length (``taskmesh.training.identity``); "" for nothing.
     """
 
     keys: RunKeys
@@ -43,10 +46,14 @@ class RunSetup:
     execution: str
     aggregation: Aggregation
     downlink: Compression | None
+    clip: float | None = None
+    data: str = ""
 
     def __post_init__(self) -> None:
         if self.shards < 1:
             raise ConfigurationError(f"shards is {self.shards}; it must be at least 1")
+        if self.clip is not None and not self.clip > 0:
+            raise ConfigurationError(f"clip is {self.clip}; it must be above 0")
 
     @property
     def agreement(self) -> str:
@@ -58,8 +65,14 @@ class RunSetup:
             f"downlink {self.downlink_name}",
             self.mode_name,
             self.execution,
+            f"clip {self.clip_name}",
         )
         return ", ".join(parts)
+
+    @property
+    def clip_name(self) -> str:
+        """To which norm gradients are clipped, in words."""
+        return "none" if self.clip in (None, math.inf) else str(self.clip)
 
     @property
     def mode_name(self) -> str:

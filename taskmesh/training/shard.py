@@ -29,7 +29,7 @@ from taskmesh.training.holding import Holding
 from taskmesh.training.host import HostMemory, host_name
 from taskmesh.training.memory import Held
 from taskmesh.training.notes import Note
-from taskmesh.training.orders import MemoryOrder, MemoryResult, ShardOrder, ShardResult
+from taskmesh.training.orders import MemoryOrder, MemoryResult, ShardFailed, ShardOrder, ShardResult
 from taskmesh.training.parameters import Versions
 from taskmesh.training.ranks import Ranks
 from taskmesh.training.replica import Computed, Gradients, Recipe, Replica
@@ -74,7 +74,7 @@ class Shards:
         """Compute one shard.
 
         Raises:
-            TrainingError: this process has another model, or a loss function that does not do what it must.
+            ShardFailed: this process has another model, or a loss function that does not do what it must, or raised.
         """
         started = time.monotonic()
         if context.worker in order.avoid:
@@ -94,6 +94,9 @@ class Shards:
                     found = await self._compute_and_send(order, parameters, memory, held, attempt)
             except CheckpointError as error:
                 return ShardResult("gone", context.worker, str(error))
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise ShardFailed(context.worker, reason) from error
             if found.reason is not None:
                 return ShardResult("refused", context.worker, found.reason)
             if found.memory:

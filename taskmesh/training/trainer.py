@@ -11,16 +11,17 @@ from torch import nn
 
 from taskmesh.app.mesh import Mesh
 from taskmesh.checkpoints.lease import Lease
+from taskmesh.checkpoints.mirror import Mirror
 from taskmesh.checkpoints.retention import Every
 from taskmesh.errors import BrokerError, CheckpointError, ConfigurationError, TaskmeshError, TrainingError
-from taskmesh.events import Committed
+from taskmesh.events import Committed, WaitingForLease
 from taskmesh.keys import RunKeys, check_name
 from taskmesh.messages import Priority
 from taskmesh.tasks import Retry, TaskOptions
 from taskmesh.training.buckets import cut
 from taskmesh.training.collect import Collector
 from taskmesh.training.commit import Committer
-from taskmesh.training.compatibility import check
+from taskmesh.training.compatibility import check, check_metrics
 from taskmesh.training.compression import Compression, Int8
 from taskmesh.training.data import Dataset, Sampler
 from taskmesh.training.execution import Execution
@@ -34,6 +35,7 @@ from taskmesh.training.local import Local, outer_optimizer
 from taskmesh.training.master import Finished, Master
 from taskmesh.training.memory import fresh, size_of
 from taskmesh.training.modes import LocalSteps, Mode, Synchronous
+from taskmesh.training.orders import ShardFailed
 from taskmesh.training.ranks import Ranks
 from taskmesh.training.reader import RunReader
 from taskmesh.training.replica import LossFunction, Recipe
@@ -42,9 +44,14 @@ from taskmesh.training.rollback import OnDivergence
 from taskmesh.training.roster import Roster
 from taskmesh.training.setup import RunSetup
 from taskmesh.training.shard import Shards
+from taskmesh.training.validation import Validate
+from taskmesh.training.validator import Validator
 
 R = TypeVar("R")
 RESULT_TTL = 60.0
+IN_HAND = (
+    2  # shards in a process: one is computed at a time, and what the next one needs is fetched meanwhile
+)
 INFERENCE_RETRY = Retry(attempts=3, delay=0.05, on=(BrokerError,))
 
 
@@ -82,6 +89,10 @@ class Trainer(RunReader):
         aggregation: how the gradients of a step's shards become one.
         group: ranks of each worker, started by torchrun (``taskmesh worker --group``): they compute a shard together,
             with other bits than one process does. A deterministic run has no other workers.
+        clip: the largest norm of a step's mean gradient (with local steps: of each of theirs); a longer one is scaled
+            down to it. None for any; ``math.inf`` only has it measured.
+        validate: a metric that the master takes of some versions: for ``Every(best=...)``,
+            ``OnDivergence(metric_drop=...)`` and whoever watches.
 
     Raises:
         ConfigurationError: something of it cannot work, or the name is taken.
@@ -110,6 +121,8 @@ class Trainer(RunReader):
         execution: Execution = Execution(),  # noqa: B008 (it is frozen)
         aggregation: Aggregation = Mean(),  # noqa: B008 (likewise)
         group: int = 1,
+        validate: Validate | None = None,
+        clip: float | None = None,
     ) -> None:
         self.mesh = mesh
         self.name = check_name("run", name)
@@ -128,14 +141,17 @@ class Trainer(RunReader):
             group,
             deterministic=deterministic,
         )
+        self._validate = validate
+        checkpoint, rollback = checkpoint or Every(), rollback or OnDivergence()
+        check_metrics(validate, checkpoint, rollback)
         self._setup = RunSetup(
             RunKeys(mesh.name, name),
             seed,
             shards,
             batch_size,
             compression,
-            checkpoint or Every(),
-            rollback or OnDivergence(),
+            checkpoint,
+            rollback,
             len(data),
             mesh.settings.liveness_ttl,
             mode,
@@ -143,14 +159,15 @@ class Trainer(RunReader):
             execution.name,
             aggregation,
             downlink,
+            clip,
         )
         self._sampler = Sampler(len(data), batch_size, seed)
         self._threads = threads
         local = None
-        self._optimizer, self._schedule = optimizer, schedule
+        self._optimizer, self._schedule, self._clip = optimizer, schedule, clip
         if isinstance(mode, LocalSteps):
-            local = Local(optimizer, schedule)
-            self._optimizer, self._schedule = outer_optimizer(mode), None
+            local = Local(optimizer, schedule, clip)
+            self._optimizer, self._schedule, self._clip = outer_optimizer(mode), None, None
         recipe = Recipe(
             name,
             model,
@@ -169,10 +186,14 @@ class Trainer(RunReader):
         self._recipe = recipe
         self._group = group
         self._shards = Shards(mesh, self._setup.keys, recipe)
-        options = TaskOptions(queue=name, result_ttl=RESULT_TTL)
+        options = TaskOptions(queue=name, result_ttl=RESULT_TTL, raises=(ShardFailed,), in_hand=IN_HAND)
         self._gradient = mesh.add_task(self._shards.gradient, f"{name}.gradient", options)
         options = TaskOptions(
-            queue=name, result_ttl=RESULT_TTL, retry=INFERENCE_RETRY, raises=(CheckpointError,)
+            queue=name,
+            result_ttl=RESULT_TTL,
+            retry=INFERENCE_RETRY,
+            raises=(CheckpointError,),
+            in_hand=IN_HAND,
         )
         self._infer = mesh.add_task(self._shards.infer, f"{name}.infer", options)
         options = TaskOptions(queue=name, result_ttl=RESULT_TTL, priority=Priority.HIGH)
@@ -194,7 +215,8 @@ class Trainer(RunReader):
             on_commit: called after each step, from the event loop.
 
         Raises:
-            TrainingError: the run cannot go on: a shard's handler fails, or it diverges again and again.
+            TrainingError: the run cannot go on: a shard's handler fails, it diverges again and again, or it is
+                deterministic and was begun with another torch build, processor or number of threads.
             LeadershipLost: another master has taken over.
             CheckpointError: there are checkpoints, and none is whole or fits.
             BrokerError: the server is away for longer than ``MeshSettings.retry_for``, or full.
@@ -269,14 +291,42 @@ class Trainer(RunReader):
         """
         return self._shards.join(ranks)
 
+    async def delete(self, *, mirror: bool = False) -> int:
+        """Remove the run: its versions, ledger and keys. Returns how many checkpoints it had.
+
+        A later ``run`` begins anew; where the mirror stays, it goes on from there.
+
+        Args:
+            mirror: remove what is on its mirror too.
+
+        Raises:
+            TrainingError: somebody leads it.
+            CheckpointError: the mirror could not be emptied; in Redis the run is gone.
+        """
+        if self._master is not None:
+            raise TrainingError(f"run {self.name!r} is under way: it can be deleted when it has ended")
+        lease = Lease(self.mesh.client.caller, self._setup.keys, self._setup.lease_ttl)
+        token = await lease.acquire(2 * self._setup.lease_ttl)
+        try:
+            removed = await self.store.delete(token)
+            place = self._setup.checkpoint.mirror
+            if mirror and place is not None:
+                await asyncio.to_thread(Mirror(place, self.mesh.name, self.name).prune, ())
+        finally:
+            with contextlib.suppress(TaskmeshError):
+                await lease.release()
+        return removed
+
     async def _lead(self, work: Callable[[Master], Awaitable[R]], timeout: float | None) -> R:
         """Do something as the run's master, under its lease."""
         lease = Lease(self.mesh.client.caller, self._setup.keys, self._setup.lease_ttl)
         # Whoever waits for the lease is ready when it comes: the first optimizer of a process takes a second.
-        learner = await self._make_learner()
-        token = await lease.acquire(timeout)
+        learner, setup = await self._make_learner(), await self._identified()
+        token = await lease.acquire(timeout, self._tell_of_leader)
         holding = asyncio.create_task(lease.hold(), name="taskmesh lease")
-        working = asyncio.create_task(self._work(work, learner, token), name=f"taskmesh run {self.name}")
+        working = asyncio.create_task(
+            self._work(work, setup, learner, token), name=f"taskmesh run {self.name}"
+        )
         try:
             await asyncio.wait({holding, working}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
@@ -295,17 +345,22 @@ class Trainer(RunReader):
             with contextlib.suppress(TaskmeshError):
                 await lease.release()
 
-    async def _work(self, work: Callable[[Master], Awaitable[R]], learner: Learner, token: int) -> R:
+    def _tell_of_leader(self, leader: str) -> None:
+        self.mesh.observers.emit(WaitingForLease(self.name, leader))
+
+    async def _work(
+        self, work: Callable[[Master], Awaitable[R]], setup: RunSetup, learner: Learner, token: int
+    ) -> R:
         store = self.store
         layout = learner.flat.layout
-        compression = self._setup.compression
+        compression = setup.compression
         state = fresh(compression, cut(layout, whole=compression.takes_whole_parameters))
         observers = self.mesh.observers
-        roster = Roster(self._setup, self.mesh.client, observers, remembers=size_of(state) > 0)
-        keeper = Keeper(self._setup, roster, self._memory, token, size_of(state))
-        committer = Committer(self._setup, store, learner, token, observers, keeper)
+        roster = Roster(setup, self.mesh.client, observers, remembers=size_of(state) > 0)
+        keeper = Keeper(setup, roster, self._memory, token, size_of(state))
+        committer = Committer(setup, store, learner, token, observers, keeper)
         collector = Collector(
-            self._setup,
+            setup,
             self.mesh.client,
             observers,
             self._gradient,
@@ -314,8 +369,11 @@ class Trainer(RunReader):
             keeper,
             committer.republish,
         )
-        host = HostMemory(host_name(self.mesh.settings.url, self._setup.keys))
-        self._master = Master(self._setup, self._sampler, learner, committer, collector, observers, host)
+        host = HostMemory(host_name(self.mesh.settings.url, setup.keys))
+        validator = None
+        if self._validate is not None:
+            validator = Validator(setup, self._validate, self.model, self._threads, observers)
+        self._master = Master(setup, self._sampler, learner, committer, collector, observers, host, validator)
         listening = asyncio.create_task(collector.listen(), name="taskmesh notes")
         try:
             return await work(self._master)

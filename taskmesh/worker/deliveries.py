@@ -43,6 +43,7 @@ class Source:
 
     Attributes:
         held: by lane, entry id -> delivery (only its order while it is being refused) of everything not settled yet.
+        ending: how many of them have ended, and are being settled.
         cancelled: ids of messages that someone wants cancelled, the newest last; most of them never come here.
         last_control: how far the control stream was read.
         worker: this worker's name here. A worker that was struck off takes a new one.
@@ -60,6 +61,7 @@ class Source:
         self.keys = partition.keys
         self.queue = partition.keys.queue
         self.held: tuple[dict[bytes, Delivery | int], ...] = tuple({} for _ in Priority)
+        self.ending = 0
         self.cancelled: dict[str, None] = {}
         self.last_control: bytes = b"0-0"
 
@@ -68,6 +70,11 @@ class Source:
         self.cancelled.update(dict.fromkeys(message_ids))
         while len(self.cancelled) > MAX_CANCEL_MARKS:
             del self.cancelled[next(iter(self.cancelled))]
+
+    @property
+    def in_hand(self) -> int:
+        """Deliveries that have not ended."""
+        return sum(map(len, self.held)) - self.ending
 
     def find(self, message_ids: Set[str]) -> list[Delivery]:
         """The held deliveries of these messages."""

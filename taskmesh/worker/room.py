@@ -35,6 +35,7 @@ class Room:
         self._pace = pace
         self._most = settings.max_fetch
         self._rows = {source: _rows_per_slot(registry, source.queue) for source in sources}
+        self._limits = {source: _most_in_hand(registry, source.queue) for source in sources}
         self._isolation = {source: _share_in_processes(registry, source.queue) for source in sources}
         self._asked = 0
         self._closed = False
@@ -54,8 +55,14 @@ class Room:
             free = max(free, min(free, BATCHES_AHEAD) * self._rows[source])
         ahead = min(self._pace.ahead, self._stock(source))
         room = min(free + ahead, self._most) - self._asked
+        limit = self._limits[source]
+        if limit is not None:
+            return max(0, min(room, limit - self._in_hand(source.queue)))
         # While a stock lies here, one fetch for a good part of it, not one for every slot that frees.
         return room if room >= ahead // 4 else 0
+
+    def _in_hand(self, queue: str) -> int:
+        return sum(source.in_hand for source in self._sources if source.queue == queue)
 
     def _stock(self, source: Source) -> int:
         """What may lie here at most: one fetch, and up to another to work at while the next is on its way.
@@ -100,6 +107,12 @@ def _rows_per_slot(registry: Registry, queue: str) -> int:
     """How many deliveries of a queue fit into one slot: a batch where all its tasks gather batches."""
     batches = [task.options.batch for task in registry if task.options.queue == queue]
     return min((batch.max_rows if batch else 1 for batch in batches), default=1)
+
+
+def _most_in_hand(registry: Registry, queue: str) -> int | None:
+    """How many deliveries of a queue the worker may have in hand; None for as many as there is room for."""
+    limits = [task.options.in_hand for task in registry if task.options.queue == queue]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _share_in_processes(registry: Registry, queue: str) -> float:

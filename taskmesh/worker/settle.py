@@ -80,6 +80,7 @@ class Settler:
             return
         self._gathered[lane].append(settlement)
         self._endings.append(ending)
+        self._source.ending += 1
         self._delays |= settlement.kind in "RUWP"
         if self._flushing is None:
             self._flushing = asyncio.get_running_loop().create_task(self._flush(), name="taskmesh settle")
@@ -109,6 +110,7 @@ class Settler:
                     self._on_delayed()
                 for call in calls:
                     self._forget(call)
+                    self._source.ending -= len(call.batch)
                 self.settled += len(endings)
                 now = time.monotonic()
                 seconds = now - started

@@ -146,3 +146,25 @@ def test_the_version_that_turned_bad_is_found(command: Command) -> None:
 def _fails(result: Result, kind: type[TaskmeshError], words: str) -> None:
     assert isinstance(result.exception, kind), result.exception
     assert words in str(result.exception)
+
+
+def test_a_run_is_deleted(command: Command, plain: redis.Redis) -> None:
+    def left() -> set[bytes]:
+        """Keys of the run that do not go by themselves."""
+        return {key for key in plain.scan_iter(b"taskmesh:{test:run:digits*") if plain.pttl(key) == -1}
+
+    before, token = left(), int(plain.hget(KEYS.lease, "token") or 0)
+    plain.hset(KEYS.lease, mapping={"owner": "somebody", "expires_ms": 2**50})
+    refused = command("delete", "looked_at:mesh", "--run", "digits", "--yes")
+    assert isinstance(refused.exception, TaskmeshError) and "is led by somebody" in str(refused.exception)
+    plain.hset(KEYS.lease, "expires_ms", 0)
+    asked = command("delete", "looked_at:mesh", "--run", "digits")
+    assert asked.exit_code == 1 and "Delete run digits with its 5 checkpoints?" in asked.stdout
+    assert left() == before
+    said = output(command("delete", "looked_at:empty", "--run", "digits", "--yes"))
+    assert said == "run digits is deleted, with 5 checkpoints\n"
+    assert left() == {KEYS.lease}
+    (digits,) = record(command("list", "looked_at:empty", "--run", "digits", "--json"))
+    assert (digits["version"], digits["checkpoints"], digits["leader"]) == (None, [], None)
+    assert int(plain.hget(KEYS.lease, "token") or 0) > token, "a master of before is refused"
+    assert output(command("delete", "looked_at:trainer", "--yes")).startswith("run digits is deleted, with 0")
