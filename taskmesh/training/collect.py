@@ -275,10 +275,8 @@ class _Gathering:
                 return _Answer("", str(error), error)
             except (ResultUnavailable, TaskCancelled) as error:
                 return _Answer("", str(error))
-            if result is None:
-                order = dataclasses.replace(
-                    order, holder=""
-                )  # it may have stopped, and handed its memory over
+            if result is None:  # the holder is gone; it may have handed over what it remembered
+                order = dataclasses.replace(order, holder="")
                 continue
             self._ended.add(handle.id)
             if result.status == "declined":

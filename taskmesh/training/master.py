@@ -35,7 +35,7 @@ from taskmesh.training.replay import Point
 from taskmesh.training.setup import RunSetup
 
 log = logging.getLogger("taskmesh.training")
-LOSSES = 20  # returns to one and the same checkpoint because workers were lost
+RETURNS = 20  # returns to one and the same checkpoint because workers were lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Master:
         self.progress = Progress()
         self._is_between_steps = True  # else the learner's parameters are not the current version's
         self._returns: Counter[int] = Counter()
-        self._losses: Counter[int] = Counter()
+        self._lost: Counter[int] = Counter()
         self._requests: list[tuple[int, asyncio.Future[int]]] = []
 
     async def run(self, steps: int, on_commit: Callable[[Committed], None] | None = None) -> Finished:
@@ -251,10 +251,10 @@ class Master:
         """
         self._is_between_steps = False
         target, parts = await self._newest(str(gone))
-        self._losses[target.step] += 1
-        if self._losses[target.step] > LOSSES:
+        self._lost[target.step] += 1
+        if self._lost[target.step] > RETURNS:
             raise TrainingError(
-                f"run {self._setup.name!r} has lost workers {LOSSES} times on its way from the checkpoint of step "
+                f"run {self._setup.name!r} has lost workers {RETURNS} times on its way from the checkpoint of step "
                 f"{target.step} to the next one: let it keep more of them (Every(steps=)); the last time {gone}"
             ) from gone
         log.warning(

@@ -187,16 +187,24 @@ class Saver:
                 snapshot.seconds,
             )
         )
-        if mirrored and self.mirror is not None:
-            there = {name: await self._store.load(part) for name, part in written.items()}
-            await self._write_mirror(kept, {**values, **there})
+        if mirrored:
+            await self._write_mirror(kept, values)
 
     async def _write_mirror(self, manifest: Manifest, parts: Mapping[str, memoryview]) -> None:
-        """The run goes on without its mirror: the checkpoint is safe where it belongs."""
+        """The run goes on without its mirror: the checkpoint is safe where it belongs.
+
+        Args:
+            parts: those that are here; the others, which workers have written, are read.
+        """
         if self.mirror is None:
             return
         try:
-            await asyncio.to_thread(self._write_and_prune, self.mirror, manifest, parts)
+            others = {
+                name: await self._store.load(part)
+                for name, part in manifest.parts.items()
+                if name not in parts
+            }
+            await asyncio.to_thread(self._write_and_prune, self.mirror, manifest, {**parts, **others})
         except CheckpointError as error:
             log.error("run %s: %s", self._setup.name, error)
             self._observers.emit(MirrorFailed(self._setup.name, manifest.version, str(error)))
