@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,8 +22,8 @@ from taskmesh.checkpoints.store import VersionStore
 from taskmesh.errors import CheckpointError, TaskmeshError
 from taskmesh.keys import RunKeys
 from taskmesh.tasks import Context
-from taskmesh.training.memory import Memories, State, pack
-from taskmesh.training.orders import MemoryOrder, MemoryResult, Remembered
+from taskmesh.training.memory import Held, Memories, packed
+from taskmesh.training.orders import MemoryOrder, MemoryResult, Remembered, ShardOrder
 from taskmesh.training.room import when_there_is_room
 
 log = logging.getLogger("taskmesh.training")
@@ -32,9 +32,9 @@ AT_ONCE = 0.02  # seconds that a small state may take, so that nobody has to ask
 
 
 class Found(NamedTuple):
-    """A state, and how many of its bytes came from another worker."""
+    """A state, and how many of its bytes came from another worker; None for nothing."""
 
-    state: State
+    state: Held | None
     moved_bytes: int = 0
 
 
@@ -50,7 +50,7 @@ class _Writing:
     """What is being written for a checkpoint, and whether its master knows that it is."""
 
     task: asyncio.Task[list[Part]]
-    states: Sequence[State | memoryview]
+    states: Sequence[Held]
     is_told: bool = False
 
 
@@ -61,36 +61,31 @@ _decode = msgspec.msgpack.Decoder(_Handed).decode
 class Holding:
     """What the compression of a run's shards remembers, in one process.
 
-    Args:
-        unpack: makes a state of its bytes.
-
     Attributes:
         memories: the states that are here.
     """
 
-    def __init__(self, mesh: Mesh, keys: RunKeys, unpack: Callable[[memoryview], Awaitable[State]]) -> None:
+    def __init__(self, mesh: Mesh, keys: RunKeys) -> None:
         self.memories = Memories()
         self._mesh = mesh
         self._keys = keys
-        self._unpack = unpack
         self._writing: dict[MemoryOrder, _Writing] = {}
 
-    async def find(self, shard: int, name: str, kept: Part | None = None) -> Found:
-        """A state by its name.
-
-        Args:
-            kept: where a checkpoint has it.
+    async def find(self, order: ShardOrder) -> Found:
+        """What the compression of a shard is to go on from.
 
         Raises:
             CheckpointError: it is nowhere, or damaged.
         """
-        state = self.memories.get(shard, name)
+        if not order.memory:
+            return Found(None)
+        state = self.memories.get(order.shard, order.memory)
         if state is not None:
             return Found(state)
-        data = await self._load(kept) if kept is not None else await self._take_over(shard, name)
-        state = await self._unpack(data)
-        self.memories.keep(shard, "", name, state)
-        return Found(state, 0 if kept is not None else len(data))
+        if order.kept_memory is not None:
+            return Found(await self._store.load(order.kept_memory))
+        data = await self._take_over(order.shard, order.memory)
+        return Found(data, len(data))
 
     async def write(self, order: MemoryOrder, context: Context) -> MemoryResult:
         """Write states that this worker holds, for a checkpoint or for others to go on with.
@@ -102,7 +97,7 @@ class Holding:
         try:
             if not order.token:
                 for each in order.states:
-                    await self._hand_over(each.shard, each.name, await self._read(each.shard, each.name))
+                    await self._hand_over(each.shard, each.name, await self._hold(each))
                 return MemoryResult(context.worker)
             writing = self._writing.get(order) or await self._begin(order)
         except CheckpointError as error:
@@ -115,25 +110,22 @@ class Holding:
 
     async def _begin(self, order: MemoryOrder) -> _Writing:
         """Hold on to what an order names, and begin to write it."""
-        states: list[State | memoryview] = []
-        for each in order.states:
-            state = self.memories.get(each.shard, each.name)
-            states.append(await self._take_over(each.shard, each.name) if state is None else state)
+        states = [await self._hold(each) for each in order.states]
         task = asyncio.create_task(self._write_all(order, states), name="taskmesh memories")
         task.add_done_callback(_look_at)  # the master may have gone
         self._writing = {old: it for old, it in self._writing.items() if not (it.is_told and it.task.done())}
         self._writing[order] = _Writing(task, states)
         return self._writing[order]
 
-    async def _write_all(self, order: MemoryOrder, states: Sequence[State | memoryview]) -> list[Part]:
+    async def _write_all(self, order: MemoryOrder, states: Sequence[Held]) -> list[Part]:
         return [
-            await self._write_kept(order, each, await asyncio.to_thread(_packed, state))
+            await self._write_kept(order, each, await asyncio.to_thread(packed, state))
             for each, state in zip(order.states, states, strict=True)
         ]
 
     async def leave(self) -> None:
         """This worker stops: hand over what it has."""
-        states: dict[tuple[int, str], State | memoryview] = {
+        states: dict[tuple[int, str], Held] = {
             (shard, name): state for shard, name, state in self.memories.in_use()
         }
         for order, writing in self._writing.items():
@@ -145,9 +137,7 @@ class Holding:
         size_bytes = 0
         try:
             for (shard, name), state in states.items():
-                data = await asyncio.to_thread(_packed, state)
-                await self._hand_over(shard, name, data)
-                size_bytes += len(data)
+                size_bytes += await self._hand_over(shard, name, state)
         except TaskmeshError as error:
             log.warning("run %s: what compressions remember here is lost: %s", self._keys.run, error)
             return
@@ -158,15 +148,10 @@ class Holding:
         client = self._mesh.client
         return VersionStore(client.caller, client.bulk, self._keys)
 
-    async def _load(self, part: Part) -> memoryview:
-        return await self._store.load(part)
-
-    async def _read(self, shard: int, name: str) -> memoryview:
-        """A state's bytes, if it is here or was handed over."""
-        state = self.memories.get(shard, name)
-        if state is None:
-            return await self._take_over(shard, name)
-        return await asyncio.to_thread(_packed, state)
+    async def _hold(self, wanted: Remembered) -> Held:
+        """A state that is here or was handed over."""
+        state = self.memories.get(wanted.shard, wanted.name)
+        return await self._take_over(wanted.shard, wanted.name) if state is None else state
 
     async def _write_kept(self, order: MemoryOrder, wanted: Remembered, data: memoryview) -> Part:
         return await when_there_is_room(
@@ -174,13 +159,16 @@ class Holding:
             f"run {self._keys.run}",
         )
 
-    async def _hand_over(self, shard: int, name: str, data: memoryview) -> None:
+    async def _hand_over(self, shard: int, name: str, state: Held) -> int:
+        """Write a state to where others find it; its bytes."""
+        data = await asyncio.to_thread(packed, state)
         pieces = chunks.split(data)
         record = _Handed(len(data), await asyncio.to_thread(_digests, pieces))
         caller = self._mesh.client.bulk
         await chunks.put(caller, self._places(shard, name, len(pieces)), pieces, HANDED_TTL_MS)
         head = self._keys.memory(shard, name, 0)
         await chunks.put(caller, [head], [memoryview(_encode(record))], HANDED_TTL_MS)
+        return len(data)
 
     async def _take_over(self, shard: int, name: str) -> memoryview:
         """A state that another worker has handed over."""
@@ -230,10 +218,6 @@ class Holding:
 def _look_at(task: asyncio.Task[list[Part]]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.warning("what compressions remember is not written: %s", error)
-
-
-def _packed(state: State | memoryview) -> memoryview:
-    return state if isinstance(state, memoryview) else pack(state)
 
 
 def _digests(pieces: Sequence[memoryview]) -> tuple[bytes, ...]:

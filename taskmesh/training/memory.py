@@ -15,6 +15,7 @@ from taskmesh.training.buckets import Bucket
 from taskmesh.training.compression.base import Compression, Memory, Values
 
 State = tuple[Memory, ...]
+Held = State | memoryview  # as it is, or packed
 RECENT = 10  # versions
 
 
@@ -106,6 +107,11 @@ def unpack(data: memoryview, like: State) -> State:
             at += array.size
         state.append(found)
     return tuple(state)
+
+
+def packed(held: Held) -> memoryview:
+    """A state as bytes, whichever it is."""
+    return held if isinstance(held, memoryview) else pack(held)
 
 
 def _arrays(state: State) -> Iterator[Values]:

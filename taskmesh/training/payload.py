@@ -14,7 +14,7 @@ from taskmesh.checkpoints.manifest import checksum_of
 from taskmesh.tensors import FlatModel
 from taskmesh.training.buckets import Bucket
 from taskmesh.training.compression.base import Compression, Memory
-from taskmesh.training.memory import State, copy, fresh
+from taskmesh.training.memory import Held, State, copy, fresh, unpack
 from taskmesh.training.seeds import derive
 
 Take = Callable[[int, memoryview], None]
@@ -54,7 +54,7 @@ class Payload:
         buckets: Sequence[Bucket],
         gradient: Tensor,
         seed: tuple[str | int, ...],
-        state: State | None,
+        state: Held | None,
         take: Take,
     ) -> None:
         self.gradient = gradient.numpy()
@@ -63,7 +63,7 @@ class Payload:
         self._buckets = buckets
         self._seed = seed
         self._take = take
-        self._state = fresh(compression, buckets) if state is None else state
+        self._state = _begin(compression, buckets, state)
         self._memory: dict[int, Memory] = {}
         self._pieces: dict[int, memoryview] = {}
         self._digests: dict[int, bytes] = {}
@@ -101,6 +101,14 @@ class Payload:
         self._pieces[place] = piece
         self._digests[place] = checksum_of(piece)
         self._take(place, piece)
+
+
+def _begin(compression: Compression, buckets: Sequence[Bucket], state: Held | None) -> State:
+    """What a compression goes on from."""
+    if isinstance(state, tuple):
+        return state
+    begun = fresh(compression, buckets)
+    return begun if state is None else unpack(state, begun)
 
 
 def pack_buffers(flat: FlatModel) -> bytes:

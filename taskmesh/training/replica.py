@@ -29,7 +29,7 @@ from taskmesh.training.data import Dataset
 from taskmesh.training.execution import Execution, is_out_of_memory, to_device
 from taskmesh.training.learner import Learner
 from taskmesh.training.local import Inner, Local
-from taskmesh.training.memory import State, fresh, unpack
+from taskmesh.training.memory import Held, State
 from taskmesh.training.orders import ShardOrder
 from taskmesh.training.payload import Payload, Sink, Take, pack_buffers
 from taskmesh.training.plan import split
@@ -126,7 +126,7 @@ class Replica:
         order: ShardOrder,
         parameters: memoryview,
         memory: list[Tensor],
-        state: State | None,
+        state: Held | None,
         take: Take,
     ) -> Computed:
         """Compute one shard.
@@ -320,15 +320,6 @@ class Replica:
                 f"run {self._recipe.run!r}: the model returns a {type(outputs).__name__}, no tensor"
             )
         return outputs.cpu().clone()
-
-    def unpack(self, data: memoryview) -> State:
-        """What the compression remembers, from its bytes.
-
-        Raises:
-            CheckpointError: they are another compression's or model's.
-        """
-        self._model()
-        return unpack(data, fresh(self._recipe.compression, self._buckets))
 
     def _model(self) -> FlatModel:
         if self._flat is None:

@@ -26,7 +26,7 @@ from taskmesh.training.follower import Follower
 from taskmesh.training.group import Member
 from taskmesh.training.holding import Holding
 from taskmesh.training.host import HostMemory, host_name
-from taskmesh.training.memory import State
+from taskmesh.training.memory import Held
 from taskmesh.training.notes import Note
 from taskmesh.training.orders import MemoryOrder, MemoryResult, ShardOrder, ShardResult
 from taskmesh.training.parameters import Versions
@@ -49,7 +49,7 @@ class Shards:
         self._recipe = recipe
         self._replica: Replica = Replica(recipe)
         self._gradients = Gradients()
-        self._holding = Holding(mesh, keys, self._unpack)
+        self._holding = Holding(mesh, keys)
         host = HostMemory(host_name(mesh.settings.url, keys))
         self._versions = Versions(self._load, host)
         self._follower = recipe.follow and Follower(recipe.follow, host)
@@ -82,19 +82,14 @@ class Shards:
         if order.holder not in ("", context.worker):
             context.pass_to(order.holder)
         try:
-            held = (
-                await self._holding.find(order.shard, order.memory, order.kept_memory)
-                if order.memory
-                else None
-            )
+            held, moved_bytes = await self._holding.find(order)
         except CheckpointError as error:
             return ShardResult("forgot", context.worker, str(error))
         attempt = f"{context.task_id}.{context.deliveries}"
         with self._gradients.lend() as memory:
             try:
                 async with self._versions.use(order.parameters, order.update) as parameters:
-                    state = None if held is None else held.state
-                    found = await self._compute_and_send(order, parameters, memory, state, attempt)
+                    found = await self._compute_and_send(order, parameters, memory, held, attempt)
             except CheckpointError as error:
                 return ShardResult("gone", context.worker, str(error))
             if found.reason is not None:
@@ -114,7 +109,7 @@ class Shards:
                 attempt,
                 () if is_small else found.digests,
                 bool(found.memory),
-                0 if held is None else held.moved_bytes,
+                moved_bytes,
             )
 
     async def write_memory(self, order: MemoryOrder, context: Context) -> MemoryResult:
@@ -139,7 +134,7 @@ class Shards:
         order: ShardOrder,
         parameters: memoryview,
         memory: list[Tensor],
-        state: State | None,
+        state: Held | None,
         attempt: str,
     ) -> Computed:
         bulk = self._mesh.client.bulk
@@ -176,9 +171,6 @@ class Shards:
             lambda: chunks.put(self._mesh.client.bulk, keys, found.pieces, GRADIENT_TTL_MS),
             f"run {self._recipe.run}",
         )
-
-    async def _unpack(self, data: memoryview) -> State:
-        return await compute(self._replica.unpack, data)
 
     async def _load(self, part: Part, update: Part | None, into: memoryview) -> None:
         client = self._mesh.client
