@@ -9,10 +9,8 @@ last before the run ends.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,19 +22,15 @@ from taskmesh.checkpoints.store import Commit, VersionStore
 from taskmesh.checkpoints.tables import memories_of, memory_name
 from taskmesh.errors import CheckpointError, TrainingError
 from taskmesh.events import Observers, Resumed
-from taskmesh.training import downlink
-from taskmesh.training.downlink import Step
 from taskmesh.training.keeper import Keeper
 from taskmesh.training.learner import Learner
 from taskmesh.training.ledger import LedgerEntry, encode_entry
 from taskmesh.training.progress import Progress, restore, run_state
-from taskmesh.training.room import when_there_is_room
+from taskmesh.training.published import Published
 from taskmesh.training.saver import Saver
 from taskmesh.training.setup import RunSetup
 
 log = logging.getLogger("taskmesh.training")
-RECENT = 8  # steps that stay for workers that are a little behind, whatever checkpoints there are
-MOST = 64  # steps that stay at once
 Loaded = tuple[Manifest, dict[str, memoryview]]
 
 
@@ -45,6 +39,7 @@ class Committer:
 
     Attributes:
         current: the manifest of the version that is current.
+        published: what lies there for the workers.
     """
 
     def __init__(
@@ -61,14 +56,10 @@ class Committer:
         self._learner = learner
         self._token = token
         self._observers = observers
+        self.published = Published(store, learner, token)
         self._saver = Saver(setup, store, learner, token, observers, keeper)
         self.current: Manifest | None = None
         self._version = 0  # of the newest commit, whoever made it
-        self._past: dict[
-            int, Part
-        ] = {}  # parameters of versions before the current one that are on the server
-        self._held: Counter[int] = Counter()  # versions that somebody is to have
-        self._steps: list[Part] = []  # those of versions before the current one that are on the server
         self._state: dict[str, Any] = {}  # what the current version's successors depend on beside the learner
         self._due_at = store.clock.monotonic()
         self._keeping = asyncio.Lock()
@@ -217,9 +208,7 @@ class Committer:
         samples: int,
         entry: LedgerEntry | None,
     ) -> None:
-        parts = await when_there_is_room(
-            functools.partial(self._write, version, progress.step), f"run {self._setup.name}"
-        )
+        parts = await self.published.write(version, progress.step, self.current)
         manifest = Manifest(
             version=version,
             parent=version if self.current is None else self.current.version,
@@ -238,15 +227,6 @@ class Committer:
         ledger = b"" if entry is None else encode_entry(msgspec.structs.replace(entry, digest=digest))
         await self._flip(Commit(manifest, ledger=ledger))
         self._state = run_state(self._setup, progress, samples)
-
-    async def _write(self, version: int, step: int) -> dict[str, Part]:
-        """Write what the workers need for a version: the parameters, or the step that led to them."""
-        view, sent = self._learner.flat.view(), self._learner.sent
-        if sent is None:
-            return {"parameters": await self._store.write(version, self._token, view)}
-        assert self.current is not None
-        taken = Step(self.current.version, self.update, step, sent)
-        return await self._store.write_update(version, self._token, downlink.encode(taken), view)
 
     async def adopt(
         self,
@@ -338,11 +318,8 @@ class Committer:
         """
         if self.update is not None:
             return (await self._keep_current()).parts["parameters"]
-        part, view = self.parameters, self._learner.flat.view()
-        await when_there_is_room(
-            lambda: self._store.rewrite(part, view, self._token), f"run {self._setup.name}"
-        )
-        return part
+        await self.published.write_again(self.parameters)
+        return self.parameters
 
     async def end(self) -> Manifest:
         """Keep the current version, whether it is due or not, and leave nothing behind that is not kept.
@@ -355,7 +332,7 @@ class Committer:
         assert self.current is not None
         if not self.current.kept:
             before, self.current = self.current, await self._keep_current()
-            await self._let_go(before)
+            await self.published.let_go(before, self.current, self._saver.newest)
         return self.current
 
     async def _keep_current(self) -> Manifest:
@@ -375,43 +352,10 @@ class Committer:
 
     async def _flip(self, commit: Commit) -> None:
         await self._store.commit(commit, self._token)
-        before, self.current, self._version = self.current, commit.manifest, commit.manifest.version
+        before, current = self.current, commit.manifest
+        self.current, self._version = current, current.version
         if before is not None and not before.kept:
-            await self._let_go(before)
-
-    def hold(self, version: int) -> None:
-        """Let the parameters of the current version stay when it is not current any more."""
-        self._held[version] += 1
-
-    def release(self, version: int) -> None:
-        """They are not needed any more."""
-        self._held[version] -= 1
-
-    async def _let_go(self, before: Manifest) -> None:
-        """A version gives way to the current one: unlink what nobody needs of it, and of those before it."""
-        assert self.current is not None
-        if "update" not in before.parts:
-            self._past[before.version] = before.parts["parameters"]
-            for version in [each for each in self._past if not self._held[each]]:
-                await self._store.forget(self._past.pop(version))
-            return
-        self._steps.append(before.parts["update"])
-        for part in self._unneeded():
-            await self._store.forget(part)
-            self._steps.remove(part)
-
-    def _unneeded(self) -> list[Part]:
-        """The steps that no worker goes on by: it begins at a checkpoint, or is not so far behind."""
-        assert self.current is not None
-        if self.current.kept:
-            return list(self._steps)
-        kept = -1 if self._saver.newest is None else self._saver.newest.version
-        newest_first = enumerate(reversed(self._steps))
-        return [
-            part
-            for place, part in newest_first
-            if place >= MOST or (place >= RECENT and part.version <= kept)
-        ]
+            await self.published.let_go(before, current, self._saver.newest)
 
     def _skipped(self, target: Manifest) -> set[int]:
         """The batches left out so far: what was bad stays left out, whichever version the run goes back to."""

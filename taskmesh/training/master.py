@@ -12,19 +12,18 @@ import logging
 import math
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from taskmesh.checkpoints.manifest import Manifest, is_whole
 from taskmesh.checkpoints.tables import memory_name
 from taskmesh.errors import CheckpointError, TaskmeshError, TrainingError
-from taskmesh.events import Committed, MemoryMoved, Observers, RolledBack, ShardsLate
+from taskmesh.events import Committed, MemoryMoved, Observers, ShardsLate
 from taskmesh.training import saver
 from taskmesh.training.aggregate import Update
 from taskmesh.training.collect import Collector, Gathered
-from taskmesh.training.commit import Committer, Loaded
+from taskmesh.training.commit import Committer
 from taskmesh.training.compute import compute
 from taskmesh.training.data import Sampler
 from taskmesh.training.host import HostMemory
@@ -35,6 +34,7 @@ from taskmesh.training.modes import Asynchronous
 from taskmesh.training.plan import Owed, Plan
 from taskmesh.training.progress import Progress
 from taskmesh.training.replay import Point
+from taskmesh.training.returns import Returns
 from taskmesh.training.rounds import Ready, Rounds, Source
 from taskmesh.training.setup import RunSetup
 from taskmesh.training.stream import Stream
@@ -42,7 +42,6 @@ from taskmesh.training.validator import Validator
 
 R = TypeVar("R")
 log = logging.getLogger("taskmesh.training")
-RETURNS = 20  # returns to one and the same checkpoint because workers were lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +103,7 @@ class Master:
         self._validator = validator
         self.progress = Progress()
         self._is_between_steps = True  # else the learner's parameters are not the current version's
-        self._returns: Counter[int] = Counter()
-        self._lost: Counter[int] = Counter()
+        self._returns = Returns(setup, sampler, committer, collector.roster, observers)
         self._requests: list[tuple[int, asyncio.Future[int]]] = []
 
     async def run(self, steps: int, on_commit: Callable[[Committed], None] | None = None) -> Finished:
@@ -130,7 +128,9 @@ class Master:
             await self._take_steps(steps, on_commit)
             return await self._committer.end()
         except MemoryGone as gone:
-            await self._return_for(gone)
+            self._is_between_steps = False
+            self.progress = await self._returns.for_lost(gone, self.progress)
+            self._is_between_steps = True
             return None
 
     async def _take_steps(self, steps: int, on_commit: Callable[[Committed], None] | None) -> None:
@@ -171,10 +171,11 @@ class Master:
         if isinstance(outcome, Committed):
             return outcome
         self._is_between_steps = False
+        await self._source.stop()
         if isinstance(outcome, _Dropped):
-            await self._return_from_drop(ready, outcome)
+            self.progress = await self._returns.after_drop(ready, outcome.reason, self.progress)
         else:
-            await self._return_from(ready, outcome)
+            self.progress = await self._returns.after(ready, outcome)
         self._is_between_steps = True
         return None
 
@@ -297,94 +298,6 @@ class Master:
             part = self._committer.parameters
             await self._host.offer(part.root, self._learner.flat.view(), functools.partial(is_whole, part))
 
-    # going back
-
-    async def _return_from(self, ready: Ready, reason: str) -> None:
-        """Go back to the newest checkpoint, and leave the batch out."""
-        await self._return_to(await self._newest(reason), ready, ready.plan.sources, reason)
-
-    async def _return_from_drop(self, ready: Ready, dropped: _Dropped) -> None:
-        """Go back to the newest checkpoint before the last good value, and leave out the batches since that value.
-
-        What was kept after it may have the cause in it already, in the optimizer's state before it shows in the metric.
-        """
-        found = await self._newest_good(dropped.reason)
-        first = max(self.progress.validation.drawn, found[0].batch)
-        await self._return_to(found, ready, range(first, ready.progress.drawn), dropped.reason)
-
-    async def _newest_good(self, reason: str) -> Loaded:
-        """The newest checkpoint from before the last good value; else the oldest."""
-        found: Loaded | None = None
-        for manifest in reversed(await self._committer.kept()):
-            try:
-                found = await self._committer.load_kept(manifest.version)
-            except CheckpointError as error:
-                log.error("%s; looking for an older version", error)
-                continue
-            if manifest.step <= self.progress.validation.step:
-                break
-        return self._hold(found, reason)
-
-    async def _return_to(self, found: Loaded, ready: Ready, batches: Sequence[int], reason: str) -> None:
-        """Go back to a checkpoint after a step has come to a bad end, and leave batches out."""
-        await self._source.stop()
-        step = ready.progress.step
-        target, parts = found
-        self._returns[target.step] += 1
-        if self._returns[target.step] > self._setup.divergence.rollbacks:
-            raise TrainingError(
-                f"run {self._setup.name!r} diverged at step {step} again after "
-                f"{self._setup.divergence.rollbacks} returns to step {target.step}: {reason}"
-            )
-        log.warning(
-            "run %s, step %d: %s; back to step %d without %s (%d samples)",
-            self._setup.name,
-            step,
-            reason,
-            target.step,
-            _named(batches),
-            sum(len(self._sampler.batch(number)) for number in batches),
-        )
-        await self._go_back(target, parts, batches)
-        self._tell_of_rollback(target, f"{reason}; left out: {_named(batches)}")
-
-    async def _return_for(self, gone: MemoryGone) -> None:
-        """Go back to the newest checkpoint, which has what was lost with a worker, and leave nothing out.
-
-        The steps since are the same again. It is no divergence, so it may happen as often as workers die; only a run
-        that never gets to its next checkpoint is ended.
-        """
-        self._is_between_steps = False
-        target, parts = await self._newest(str(gone))
-        self._lost[target.step] += 1
-        if self._lost[target.step] > RETURNS:
-            raise TrainingError(
-                f"run {self._setup.name!r} has lost workers {RETURNS} times on its way from the checkpoint of step "
-                f"{target.step} to the next one: let it keep more of them (Every(steps=)); the last time {gone}"
-            ) from gone
-        log.warning(
-            "run %s: %s; back from step %d to step %d, nothing is left out",
-            self._setup.name,
-            gone,
-            self.progress.step,
-            target.step,
-        )
-        await self._go_back(target, parts, ())
-        self._tell_of_rollback(target, f"{gone}; nothing is left out")
-        self._is_between_steps = True
-
-    async def _newest(self, reason: str) -> Loaded:
-        return self._hold(await self._committer.newest_kept(), reason)
-
-    def _hold(self, found: Loaded | None, reason: str) -> Loaded:
-        if found is None:
-            raise TrainingError(f"run {self._setup.name!r}: no checkpoint to go back to after {reason}")
-        return found
-
-    async def _go_back(self, target: Manifest, parts: Mapping[str, memoryview], skip: Sequence[int]) -> None:
-        self.progress = await self._committer.roll_back(target, parts, skip, self._sampler.samples)
-        self._collector.roster.resume_seats(self._committer.checkpoint)
-
     def request_rollback(self, version: int) -> asyncio.Future[int]:
         """Go back to a kept version before the next step; resolves with the new version."""
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -420,10 +333,8 @@ class Master:
         Raises:
             CheckpointError: it is not kept (any more), or damaged.
         """
-        target, parts = await self._committer.load_kept(version)
         await self._source.stop()
-        await self._go_back(target, parts, ())
-        self._tell_of_rollback(target, "asked for")
+        self.progress = await self._returns.to(version)
         return self._committer.version
 
     async def adopt(self, point: Point, without: str, parent: int, since: int) -> int:
@@ -463,13 +374,3 @@ class Master:
                 size_bytes,
             )
             self._observers.emit(MemoryMoved(self._setup.name, step, shards, size_bytes))
-
-    def _tell_of_rollback(self, target: Manifest, reason: str) -> None:
-        self._observers.emit(RolledBack(self._setup.name, self._committer.version, target.version, reason))
-
-
-def _named(batches: Sequence[int]) -> str:
-    """Batches in words."""
-    if len(batches) == 1:
-        return f"batch {batches[0]}"
-    return f"batches {batches[0]} to {batches[-1]}" if batches else "any batch"

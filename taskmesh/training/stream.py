@@ -104,11 +104,11 @@ class Stream:
         committer = self._committer
         assert committer.current is not None
         plan, base = plan_of_one(self._sampler, unit, self._setup.shards), committer.current.version
-        committer.hold(base)
+        committer.published.hold(base)
         gathering = asyncio.create_task(
             self._collector.gather(plan, base, committer.parameters), name="taskmesh unit"
         )
-        gathering.add_done_callback(lambda _: committer.release(base))
+        gathering.add_done_callback(lambda _: committer.published.release(base))
         self._under_way[unit] = _UnderWay(plan, base, step, gathering)
 
     def _choose(self, step: int) -> Owed | None:
