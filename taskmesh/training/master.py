@@ -272,7 +272,7 @@ class Master:
             dense_bytes,
             (self._committer.update or self._committer.parameters).size_bytes,
             metrics,
-            plan.samples,
+            sum(share.samples for share in gathered.shares),
             self._learner.rate,
             self._learner.norm,
         )

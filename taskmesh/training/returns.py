@@ -59,7 +59,8 @@ class Returns:
         """
         found = await self._newest_good(reason, progress.validation.step)
         first = max(progress.validation.drawn, found[0].batch)
-        return await self._leave_out(found, ready, range(first, ready.progress.drawn), reason)
+        batches = {*range(first, ready.progress.drawn), *ready.plan.sources}
+        return await self._leave_out(found, ready, sorted(batches), reason)
 
     async def for_lost(self, gone: MemoryGone, progress: Progress) -> Progress:
         """Back to the newest checkpoint, which has what was lost with a worker; nothing is left out.
@@ -134,7 +135,9 @@ class Returns:
 
 
 def _named(batches: Sequence[int]) -> str:
-    """Batches in words."""
+    """Batches, in order, in words."""
     if len(batches) == 1:
         return f"batch {batches[0]}"
-    return f"batches {batches[0]} to {batches[-1]}" if batches else "any batch"
+    if batches[-1] - batches[0] == len(batches) - 1:
+        return f"batches {batches[0]} to {batches[-1]}"
+    return f"batches {', '.join(map(str, batches))}"

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.training.audit import account
 from taskmesh.errors import ConfigurationError
-from taskmesh.events import ShardsLate
+from taskmesh.events import Committed, ShardsLate
 from taskmesh.tasks import Call, Next
 from taskmesh.training import Finished, LowRank, Median, NoCompression, Synchronous, TopK, Trainer
 from tests.conftest import MakeMesh
@@ -58,6 +58,9 @@ async def test_a_step_does_not_wait_for_a_worker_that_hangs(
         assert late
         assert late[-1].owed >= len(finished.owed)
         assert any(entry.extra for entry in ledger), "what was late came later"
+        assert [event.samples for event in recorder.of(Committed)] == [
+            sum(share.samples for share in entry.shares) for entry in ledger
+        ]
         assert all(len(entry.owed) <= 1 for entry in ledger), "no more is owed than can be late in one step"
         name = hung.worker.decode()
         assert name not in {share.worker for entry in ledger for share in entry.shares}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from taskmesh import Mesh, TrainingError
 from taskmesh.events import Committed, RolledBack, Validated
 from taskmesh.testing import wait_until
-from taskmesh.training import Compression, Every, OnDivergence, TopK, Validate, accuracy
+from taskmesh.training import Asynchronous, Compression, Every, OnDivergence, TopK, Validate, accuracy
 from tests.integration.training_support import (
     IMAGES,
     LABELS,
@@ -105,6 +105,30 @@ async def test_a_metric_that_drops_is_gone_back_from(
         async with other.worker(ONE):
             digests.append((await again.run(steps=steps)).digest)
     assert digests[-1] == finished.digest
+
+
+async def test_a_drop_in_an_asynchronous_run_leaves_out_what_its_step_was_made_of(
+    make_mesh: MakeMesh,
+) -> None:
+    values = iter([1.0, 1.0, 1.0, 0.1, *[1.0] * 9])
+    recorder = Recorder()
+    trainer = make_trainer(
+        mesh := make_mesh(observers=[recorder]),
+        mode=Asynchronous(staleness=2),
+        deterministic=False,
+        validate=Validate(lambda model: next(values), every=4, best_is="highest"),
+        rollback=RULE,
+        checkpoint=Every(steps=4, keep=9),
+    )
+    async with mesh.worker(ONE):
+        finished = await trainer.run(steps=20)
+        replayed = await trainer.replay()
+    (back,) = recorder.of(RolledBack)
+    restored = next(event.step for event in recorder.of(Committed) if event.version == back.restored)
+    assert restored == 12
+    assert finished.step == 20
+    assert finished.skipped
+    assert all(version.matches for version in replayed)
 
 
 async def test_a_run_that_is_stopped_while_it_measures_keeps_that_step(make_mesh: MakeMesh) -> None:
