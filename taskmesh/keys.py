@@ -127,6 +127,10 @@ class RunKeys:
         tag = f"{self._prefix}:{shard % 16}"
         return f"taskmesh:{{{tag}}}:gradient:{version}:{shard}:{attempt}:{index}".encode()
 
+    def reduced(self, version: int, attempt: str, index: int) -> bytes:
+        """A piece of a step's mean gradient that a worker has reduced; ``attempt`` names one delivery, likewise."""
+        return f"taskmesh:{{{self._prefix}:{index % 16}}}:reduced:{version}:{attempt}:{index}".encode()
+
 
 def tag_of(key: bytes) -> bytes:
     """The hash tag of a key that was built here."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from taskmesh.training.compression import Compression, Int8, LowRank, NoCompression, TopK
+from taskmesh.training.setup import Reduce
 
 VARIABLE = "TRAINING_BENCH_PLAN"
 SLOWNESS = "TRAINING_BENCH_SLOWNESS"  # of one worker: how many times longer its shards take
@@ -62,6 +63,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     compression: str = "none"
     downlink: str = ""  # parameters
+    reduce: Reduce = "auto"
     checkpoint_every: int = NEVER
     workers: int = 0
     marks: str = ""

@@ -13,6 +13,7 @@ from benchmarks.training.dense import PARAMETERS, measure_dense
 from benchmarks.training.link import measure_link
 from benchmarks.training.overlap import measure_overlap
 from benchmarks.training.parity import measure_parity
+from benchmarks.training.reduce import measure_reduce
 from benchmarks.training.standby import measure_standby
 from benchmarks.training.stragglers import measure_stragglers
 from benchmarks.training.transport import VALUES, measure_transport
@@ -34,6 +35,8 @@ class Scale:
     link_steps: int = 200
     overlap_steps: int = 30
     overlap_parameters: int = 2_500_000
+    reduce_steps: int = 15
+    reduce_parameters: int = 2_500_000
     shards_per_worker: tuple[int, ...] = (8, 16, 32)
     straggler_steps: int = 7
     standby_kills: int = 7
@@ -56,6 +59,8 @@ QUICK = Scale(
     link_steps=10,
     overlap_steps=6,
     overlap_parameters=400_000,
+    reduce_steps=6,
+    reduce_parameters=400_000,
     shards_per_worker=(8,),
     straggler_steps=3,
     standby_kills=1,
@@ -92,6 +97,11 @@ def overlap(scale: Scale) -> Figures:
     return measure_overlap(scale.repeats, scale.overlap_steps, scale.overlap_parameters)
 
 
+def reduce(scale: Scale) -> Figures:
+    """A step that the master reduces, and one that workers reduce."""
+    return measure_reduce(scale.repeats, scale.reduce_steps, scale.reduce_parameters)
+
+
 def stragglers(scale: Scale) -> Figures:
     """Two of four workers ten times slower."""
     return measure_stragglers(scale.shards_per_worker, scale.straggler_steps)
@@ -126,6 +136,7 @@ STEPS: dict[str, Callable[[Scale], Figures]] = {
     "checkpoint": checkpoint,
     "parity": parity,
     "overlap": overlap,
+    "reduce": reduce,
     "link": slow_link,
 }
 

@@ -224,6 +224,7 @@ def make_trainer(mesh: Mesh, plan: Plan, work: Work) -> Trainer:
         compression=COMPRESSIONS[plan.compression](),
         downlink=COMPRESSIONS[plan.downlink]() if plan.downlink else None,
         mode=Synchronous(backups=plan.backups),
+        reduce=plan.reduce,
         checkpoint=Every(steps=plan.checkpoint_every),
         seed=plan.seed,
     )

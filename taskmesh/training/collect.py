@@ -11,7 +11,8 @@ import asyncio
 import dataclasses
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from taskmesh.app.client import Client
@@ -34,14 +35,13 @@ from taskmesh.training.notes import Note
 from taskmesh.training.orders import ShardFailed, ShardOrder, ShardResult
 from taskmesh.training.plan import Plan
 from taskmesh.training.receive import Receipts
+from taskmesh.training.reduction import Reducers, ReduceTask
 from taskmesh.training.robust import Mean
 from taskmesh.training.room import when_there_is_room
-from taskmesh.training.roster import PATIENCE, Roster, Seat
+from taskmesh.training.roster import PATIENCE, Roster, Seat, pause_after
 from taskmesh.training.setup import RunSetup
 
 log = logging.getLogger("taskmesh.training")
-FIRST_DELAY = 0.005  # after a worker that is avoided has declined; doubled each time
-LONGEST_DELAY = 1.0
 MAX_REPUBLICATIONS = 5
 KEPT_ARRAYS = 8
 
@@ -90,6 +90,7 @@ class Collector:
     """Gathers the shards of one step after the other.
 
     Args:
+        reduce_task: reduces ranges of gradients, where workers are to do that.
         roster: the run's workers.
         keeper: has what they remember handed over.
         republish: writes the current parameters again, when the server for them has lost them.
@@ -101,6 +102,7 @@ class Collector:
         client: Client,
         observers: Observers,
         task: GradientTask,
+        reduce_task: ReduceTask,
         layout: FlatLayout,
         roster: Roster,
         keeper: Keeper,
@@ -115,6 +117,7 @@ class Collector:
         self.buckets = cut(layout, whole=setup.compression.takes_whole_parameters)
         self.pool = Pool(layout.parameter_count, KEPT_ARRAYS)
         self.roster = roster
+        self.reducers = Reducers(setup, client, reduce_task, roster, self.buckets, self.pool)
         self.keeper = keeper
         self._gatherings: set[_Gathering] = set()
 
@@ -134,13 +137,15 @@ class Collector:
         gathering = _Gathering(self, plan, version, parameters, update)
         self._gatherings.add(gathering)
         try:
-            return await gathering.run()
+            gathered = await gathering.run()
         except MemoryGone:
             gathering.release()
             raise
         finally:
             self._gatherings.discard(gathering)
             await gathering.clean_up()
+        self.reducers.note(gathered.uplink_bytes, {share.worker for share in gathered.shares})
+        return gathered
 
     async def listen(self) -> None:
         """Hear of pieces of gradients, for ever."""
@@ -163,7 +168,10 @@ class _Gathering:
         self._version = version
         self._parameters = parameters
         self._update = update
-        self._round = new_round(self._setup, len(plan.shards), collector.buckets, collector.pool)
+        self._reduction = collector.reducers.begin(version, plan.step, len(plan.shards))
+        self._round = self._make_round()
+        self._offenders: defaultdict[int, list[str]] = defaultdict(list)
+        self._results: dict[int, ShardResult] = {}
         self._handles: list[tuple[int, Handle[ShardResult]]] = []
         self._submitted: set[str] = set()
         self._ended: set[str] = set()
@@ -187,13 +195,37 @@ class _Gathering:
             self._setup.compression,
         )
 
+    def _make_round(self) -> Round:
+        if self._reduction is not None:
+            return self._reduction.round
+        collector = self._collector
+        return new_round(self._setup, len(self._plan.shards), collector.buckets, collector.pool)
+
     async def run(self) -> Gathered:
         plan = self._plan
-        needed = self._setup.needed(plan.own) + len(plan.extra)
         # What is owed is taken up first.
+        order = (*range(plan.own, len(plan.shards)), *range(plan.own))
+        try:
+            fault = await self._collect(order, self._setup.needed(plan.own) + len(plan.extra))
+            while fault is None and self._reduction is not None:
+                refused = await self._reduction.bring(self._results)
+                if not refused:
+                    break
+                faults = [self._take_back(shard, reason) for shard, reason in refused.items()]
+                fault = next(filter(None, faults), None) or await self._collect(refused, len(refused))
+        finally:
+            await self._receipts.close()
+        shares, anew = tuple(sorted(self._shares)), tuple(sorted(self._anew))
+        late = tuple(sorted(self._late))
+        if fault is None:
+            for shard in late:
+                await asyncio.to_thread(self._round.leave_out, shard)
+        return Gathered(self._round, fault, shares, self._uplink_bytes, self._seats, anew, self._moved, late)
+
+    async def _collect(self, chosen: Iterable[int], needed: int) -> str | None:
+        """Have shards computed until so many of them are there; else why one of them cannot be."""
         shards = {
-            asyncio.create_task(self._shard(shard), name=f"taskmesh shard {shard}"): shard
-            for shard in (*range(plan.own, len(plan.shards)), *range(plan.own))
+            asyncio.create_task(self._shard(shard), name=f"taskmesh shard {shard}"): shard for shard in chosen
         }
         watching = asyncio.create_task(self._backups.watch(), name="taskmesh backups")
         waiting = set(shards)
@@ -212,13 +244,7 @@ class _Gathering:
             for task in (*shards, watching):
                 task.cancel()
             await asyncio.gather(*shards, watching, return_exceptions=True)
-            await self._receipts.close()
-        shares, anew = tuple(sorted(self._shares)), tuple(sorted(self._anew))
-        late = tuple(sorted(self._late))
-        if fault is None:
-            for shard in late:
-                await asyncio.to_thread(self._round.leave_out, shard)
-        return Gathered(self._round, fault, shares, self._uplink_bytes, self._seats, anew, self._moved, late)
+        return fault
 
     def _let_go(self, waiting: Mapping[asyncio.Task[str | None], int]) -> set[asyncio.Task[str | None]]:
         """Enough shards are there: wait for no others than those that are being added, which cannot be undone."""
@@ -243,7 +269,7 @@ class _Gathering:
     async def _shard(self, shard: int) -> str | None:
         """Have one shard computed until its result can be used; else why that cannot be."""
         plan, bound = self._plan, self._setup.divergence.recomputes
-        roster = self._collector.roster
+        roster, offenders = self._collector.roster, self._offenders[shard]
         seat = roster.seat_of(shard)
         order = ShardOrder(
             self._version,
@@ -255,15 +281,14 @@ class _Gathering:
             self._collector.layout.digest,
             self._setup.agreement,
             self._setup.fingerprint,
-            roster.quarantined,
+            self._avoided(offenders),
             seat.holder,
             seat.memory,
             seat.kept,
             self._update,
         )
-        if seat.holder in roster.quarantined:
+        if order.holder in order.avoid:
             order = await self._release(order)
-        offenders: list[str] = []
         while True:
             answer = await self._first_answer(order)
             if answer.reason is None:
@@ -277,13 +302,15 @@ class _Gathering:
                     f"run {self._setup.name!r}, step {plan.step}: shard {shard} failed {len(offenders)} times, last on "
                     f"{answer.worker or 'a worker'}: {answer.failure}\n{_traceback_of(answer.failure)}"
                 ) from answer.failure
-            self._refuse(order, answer.worker, answer.reason)
+            self._refuse(shard, answer.worker, answer.reason)
             if len(offenders) > bound:
                 return f"shard {shard} was refused {len(offenders)} times: {answer.reason}"
-            others = {*roster.quarantined, *filter(None, offenders)}
-            order = dataclasses.replace(order, avoid=tuple(sorted(others)))
-            if order.holder in others:
+            order = dataclasses.replace(order, avoid=self._avoided(offenders))
+            if order.holder in order.avoid:
                 order = await self._release(order)
+
+    def _avoided(self, offenders: Iterable[str]) -> tuple[str, ...]:
+        return tuple(sorted({*self._collector.roster.quarantined, *filter(None, offenders)}))
 
     async def _first_answer(self, order: ShardOrder) -> Answer:
         """The answer to an order, or to a second one where it is late."""
@@ -346,21 +373,30 @@ class _Gathering:
     async def _submit(self, order: ShardOrder, declines: int) -> Handle[ShardResult]:
         if not declines:
             return await self._collector.task.submit(order)
-        # An idle worker that is avoided would take it again at once.
-        delay = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (declines - 1))
-        return await self._collector.task.submit_in(delay, order)
+        return await self._collector.task.submit_in(pause_after(declines), order)
 
-    def _refuse(self, order: ShardOrder, worker: str, reason: str) -> None:
-        name = self._setup.name
-        log.warning(
-            "run %s, step %d: shard %d of %s is refused: %s",
-            name,
-            order.step,
-            order.shard,
-            worker or "a worker",
-            reason,
-        )
-        self._collector.observers.emit(ShardRefused(name, order.step, order.shard, worker, reason))
+    def _refuse(self, shard: int, worker: str, reason: str) -> None:
+        name, step, number = self._setup.name, self._plan.step, self._plan.first + shard
+        who = worker or "a worker"
+        log.warning("run %s, step %d: shard %d of %s is refused: %s", name, step, number, who, reason)
+        self._collector.observers.emit(ShardRefused(name, step, number, worker, reason))
+
+    def _take_back(self, shard: int, reason: str) -> str | None:
+        """A result that was taken turned out to be unusable. Why it is not computed again, if so."""
+        result = self._results.pop(shard)
+        self._receipts.forget(shard)
+        self._begun.discard(shard)
+        self._shares = [share for share in self._shares if share.shard != shard]
+        self._uplink_bytes -= sum(result.sizes)
+        self._seats.pop(shard, None)
+        self._moved.pop(shard, None)
+        self._anew = [each for each in self._anew if each != shard]
+        offenders = self._offenders[shard]
+        offenders.append(result.worker)
+        self._refuse(shard, result.worker, reason)
+        if len(offenders) > self._setup.divergence.recomputes:
+            return f"shard {shard} was refused {len(offenders)} times: {reason}"
+        return None
 
     async def _take(self, order: ShardOrder, handle: Handle[ShardResult], result: ShardResult) -> str | None:
         """Put a result into the round; else why it is refused."""
@@ -381,6 +417,7 @@ class _Gathering:
                 if result.moved_bytes:
                     self._moved[shard] = result.moved_bytes
             self._uplink_bytes += sum(result.sizes)
+            self._results[shard] = result
         elif not self._round.is_open(shard):
             self._begun.discard(shard)
         return fault
@@ -391,6 +428,8 @@ class _Gathering:
 
     def hear(self, note: Note) -> None:
         """Pieces of a gradient are there."""
+        if self._reduction is not None:
+            return
         place = note.shard - self._plan.first
         is_of_it = note.version == self._version and 0 <= place < len(self._plan.shards)
         if is_of_it and note.attempt.rpartition(".")[0] in self._submitted:
@@ -409,6 +448,8 @@ class _Gathering:
         """Remove the records and gradients of all attempts; what comes later still goes with its time to live."""
         client = self._collector.client
         await self._call_off([handle for _, handle in self._handles])
+        if self._reduction is not None:
+            await self._reduction.clean_up()
         records = [
             client.partition(self._setup.name, partition_of(handle.id)).keys.result(handle.id)
             for _, handle in self._handles

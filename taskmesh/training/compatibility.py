@@ -18,6 +18,7 @@ from taskmesh.training.learner import OptimizerMaker
 from taskmesh.training.modes import Asynchronous, LocalSteps, Mode, Synchronous
 from taskmesh.training.robust import Aggregation, Mean
 from taskmesh.training.rollback import OnDivergence
+from taskmesh.training.setup import Reduce
 from taskmesh.training.validation import Validate
 
 
@@ -32,6 +33,7 @@ def check(
     group: int,
     *,
     deterministic: bool,
+    reduce: Reduce,
 ) -> None:
     """See that a run's choices go together.
 
@@ -92,6 +94,11 @@ def check(
             f"asynchronous steps and downlink {'' if downlink is None else downlink.name}",
             "workers that step from each version to the next do not come back to the older one that a shard is of",
             isinstance(mode, Asynchronous) and downlink is not None,
+        ),
+        (
+            "asynchronous steps and reduce='workers'",
+            "each step is of one shard alone, and there is nothing to reduce",
+            isinstance(mode, Asynchronous) and reduce == "workers",
         ),
         (
             "asynchronous steps and deterministic=True",

@@ -82,6 +82,10 @@ class Receipts:
                 self._taken.add(shard)
             return fault
 
+    def forget(self, shard: int) -> None:
+        """What was taken of a shard turned out to be unusable: another result of it may be taken."""
+        self._taken.discard(shard)
+
     async def _take(self, shard: int, result: ShardResult) -> str | None:
         receipt = self._receipts.get(shard)
         if receipt is not None:

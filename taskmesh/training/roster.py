@@ -20,6 +20,13 @@ log = logging.getLogger("taskmesh.training")
 R = TypeVar("R")
 PATIENCE = 10.0
 QUARANTINE_AFTER = 3
+FIRST_DELAY = 0.005  # after a worker that is avoided has declined; doubled each time
+LONGEST_DELAY = 1.0
+
+
+def pause_after(declines: int) -> float:
+    """Seconds before an order goes out again that was declined so often: an idle worker would take it at once."""
+    return min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (declines - 1))
 
 
 class Seat(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from taskmesh.checkpoints.retention import Every
 from taskmesh.errors import ConfigurationError
@@ -12,6 +13,8 @@ from taskmesh.training.compression.base import Compression
 from taskmesh.training.modes import Asynchronous, LocalSteps, Mode, Synchronous
 from taskmesh.training.robust import Aggregation
 from taskmesh.training.rollback import OnDivergence
+
+Reduce = Literal["auto", "master", "workers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class RunSetup:
             None where the parameters themselves travel.
         clip: the largest norm of a step's mean gradient; None for any.
         data: what tells the data from others of their length (``taskmesh.training.identity``); "" for nothing.
+        reduce: who adds the gradients of a step's shards up: the master; workers, range by range; or whoever is
+            sooner done with it. The bits are the same.
     """
 
     keys: RunKeys
@@ -48,10 +53,13 @@ class RunSetup:
     downlink: Compression | None
     clip: float | None = None
     data: str = ""
+    reduce: Reduce = "auto"
 
     def __post_init__(self) -> None:
         if self.shards < 1:
             raise ConfigurationError(f"shards is {self.shards}; it must be at least 1")
+        if self.reduce not in get_args(Reduce):
+            raise ConfigurationError(f"reduce is {self.reduce!r}; it is 'auto', 'master' or 'workers'")
         if self.clip is not None and not self.clip > 0:
             raise ConfigurationError(f"clip is {self.clip}; it must be above 0")
 

@@ -38,11 +38,12 @@ from taskmesh.training.modes import LocalSteps, Mode, Synchronous
 from taskmesh.training.orders import ShardFailed
 from taskmesh.training.ranks import Ranks
 from taskmesh.training.reader import RunReader
+from taskmesh.training.reduce import Reducer
 from taskmesh.training.replica import LossFunction, Recipe
 from taskmesh.training.robust import Aggregation, Mean
 from taskmesh.training.rollback import OnDivergence
 from taskmesh.training.roster import Roster
-from taskmesh.training.setup import RunSetup
+from taskmesh.training.setup import Reduce, RunSetup
 from taskmesh.training.shard import Shards
 from taskmesh.training.validation import Validate
 from taskmesh.training.validator import Validator
@@ -59,7 +60,8 @@ class Trainer(RunReader):
     """A training run over a Mesh: synchronous, data-parallel, the same bits with any number of workers.
 
     To be constructed at the top level of a module that the workers import too: it registers the run's tasks
-    (``<name>.gradient``, ``<name>.memory`` and ``<name>.infer``, on the queue ``<name>``) with the Mesh.
+    (``<name>.gradient``, ``<name>.reduce``, ``<name>.memory`` and ``<name>.infer``, on the queue ``<name>``) with the
+    Mesh.
 
     Args:
         mesh: where it runs.
@@ -93,6 +95,9 @@ class Trainer(RunReader):
             down to it. None for any; ``math.inf`` only has it measured.
         validate: a metric that the master takes of some versions: for ``Every(best=...)``,
             ``OnDivergence(metric_drop=...)`` and whoever watches.
+        reduce: who makes one gradient of those of the shards: "master"; "workers", a range of it each; or whoever is
+            sooner done with it by the bytes that each link carries, which is the master where there is one server. The
+            bits are the same.
 
     Raises:
         ConfigurationError: something of it cannot work, or the name is taken.
@@ -123,6 +128,7 @@ class Trainer(RunReader):
         group: int = 1,
         validate: Validate | None = None,
         clip: float | None = None,
+        reduce: Reduce = "auto",
     ) -> None:
         self.mesh = mesh
         self.name = check_name("run", name)
@@ -140,6 +146,7 @@ class Trainer(RunReader):
             shards,
             group,
             deterministic=deterministic,
+            reduce=reduce,
         )
         self._validate = validate
         checkpoint, rollback = checkpoint or Every(), rollback or OnDivergence()
@@ -160,6 +167,7 @@ class Trainer(RunReader):
             aggregation,
             downlink,
             clip,
+            reduce=reduce,
         )
         self._sampler = Sampler(len(data), batch_size, seed)
         self._threads = threads
@@ -197,6 +205,7 @@ class Trainer(RunReader):
         )
         self._infer = mesh.add_task(self._shards.infer, f"{name}.infer", options)
         options = TaskOptions(queue=name, result_ttl=RESULT_TTL, priority=Priority.HIGH)
+        self._reduce = mesh.add_task(Reducer(mesh, self._setup).reduce, f"{name}.reduce", options)
         self._memory = mesh.add_task(self._shards.write_memory, f"{name}.memory", options)
         mesh.registry.leaving.append(self._shards.leave)
         self._master: Master | None = None
@@ -364,6 +373,7 @@ class Trainer(RunReader):
             self.mesh.client,
             observers,
             self._gradient,
+            self._reduce,
             layout,
             roster,
             keeper,

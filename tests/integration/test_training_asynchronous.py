@@ -275,6 +275,7 @@ def test_whatever_comes_first_all_are_in_time_and_something_can_always_be_taken(
         ({"deterministic": True}, "asynchronous steps and deterministic=True"),
         ({"aggregation": Median()}, "each step is of one shard alone"),
         ({"compression": TopK(0.1)}, "nothing asynchronous should wait for one worker"),
+        ({"reduce": "workers"}, "there is nothing to reduce"),
         ({"downlink": Int8()}, "do not come back to the older one"),
     ],
 )

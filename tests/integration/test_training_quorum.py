@@ -37,8 +37,13 @@ async def audit(trainer: Trainer, finished: Finished) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"model": build_with_norm, "compression": NoCompression()}, {"aggregation": Median()}],
-    ids=["int8", "plain, with norm", "median"],
+    [
+        {},
+        {"model": build_with_norm, "compression": NoCompression()},
+        {"aggregation": Median()},
+        {"reduce": "workers"},
+    ],
+    ids=["int8", "plain, with norm", "median", "reduced by workers"],
 )
 async def test_a_step_does_not_wait_for_a_worker_that_hangs(
     make_mesh: MakeMesh, changes: dict[str, Any]
