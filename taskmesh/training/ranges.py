@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +11,7 @@ from taskmesh.training.buckets import Bucket
 from taskmesh.training.orders import ShardResult
 
 LEAST_GAIN = 2.0
+MOST_VALUES = 2**24  # of a range: whoever reduces it holds it several times
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +79,12 @@ def pieces_of(shard: int, result: ShardResult, places: range) -> Pieces:
     return Pieces(shard, result.attempt, result.count, result.sizes[chosen], result.digests[chosen])
 
 
-def cut_ranges(buckets: Sequence[Bucket], count: int) -> list[range]:
-    """Cut the places of buckets into up to ``count`` ranges of about equally many values."""
+def cut_ranges(buckets: Sequence[Bucket], workers: int) -> list[range]:
+    """Cut the places of buckets into ranges of about equally many values: one a worker, or more of ``MOST_VALUES``."""
     ranges: list[range] = []
     start = gathered = 0
     left = sum(bucket.size for bucket in buckets)
+    count = max(workers, math.ceil(left / MOST_VALUES))
     for place, bucket in enumerate(buckets):
         gathered += bucket.size
         if gathered * (count - len(ranges)) >= left:

@@ -29,6 +29,11 @@ def test_a_bucket_that_is_larger_than_all_the_others_leaves_them_together() -> N
     assert cut_ranges([Bucket(0, size) for size in sizes], 2) == [range(1), range(1, 5)]
 
 
+def test_a_large_gradient_is_cut_into_more_ranges_than_there_are_workers() -> None:
+    ranges = cut_ranges([Bucket(0, 2**18)] * 200, 2)
+    assert [len(places) for places in ranges] == [50, 50, 50, 50]
+
+
 def test_pieces_are_those_of_the_range() -> None:
     result = ShardResult(
         "computed", "w", count=7, sizes=(1, 2, 3, 4), attempt="a", digests=(b"1", b"2", b"3", b"4")
