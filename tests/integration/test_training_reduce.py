@@ -15,7 +15,17 @@ from torch import nn
 from taskmesh import Mesh, TrainingError
 from taskmesh.events import RolledBack, ShardRefused
 from taskmesh.tasks import Call, Next
-from taskmesh.training import Every, Finished, Int8, LowRank, Median, NoCompression, TopK, reduction
+from taskmesh.training import (
+    Compression,
+    Every,
+    Finished,
+    Int8,
+    LowRank,
+    Median,
+    NoCompression,
+    TopK,
+    reduction,
+)
 from taskmesh.training.ranges import ReduceOrder, ReduceResult
 from taskmesh.worker.runtime import Worker
 from tests.conftest import MakeMesh
@@ -88,9 +98,11 @@ async def test_the_bits_are_those_of_the_master(make_mesh: MakeMesh, changes: di
     assert by_one == by_three == by_master
 
 
+@pytest.mark.parametrize("compression", [Int8(), TopK(0.05)], ids=lambda each: each.name)
 async def test_a_worker_that_dies_reducing_does_not_show(
-    make_mesh: MakeMesh, plain: redis.Redis, expected: str
+    make_mesh: MakeMesh, plain: redis.Redis, compression: Compression
 ) -> None:
+    expected = (await train(make_mesh("expected"), 1, "master", compression=compression)).digest
     doomed: list[Worker] = []
     deaths: list[str] = []
 
@@ -103,7 +115,7 @@ async def test_a_worker_that_dies_reducing_does_not_show(
         return result
 
     mesh = make_mesh(middleware=[die], liveness_ttl=1.0)
-    trainer = make_trainer(mesh, reduce="workers", model=build_large, **SETTINGS)
+    trainer = make_trainer(mesh, reduce="workers", model=build_large, compression=compression, **SETTINGS)
     async with mesh, mesh.worker(ONE) as worker, mesh.worker(ONE):
         doomed.append(worker)
         finished = await trainer.run(steps=STEPS)
@@ -113,10 +125,15 @@ async def test_a_worker_that_dies_reducing_does_not_show(
     assert not plain.keys("*gradient:*")
 
 
-@pytest.mark.parametrize("fault", ["gone", "corrupt"])
+@pytest.mark.parametrize(
+    ("fault", "compression"),
+    [("gone", Int8()), ("corrupt", Int8()), ("corrupt", TopK(0.05))],
+    ids=["gone", "corrupt", "corrupt, with a memory"],
+)
 async def test_a_shard_whose_pieces_cannot_be_used_is_computed_again(
-    make_mesh: MakeMesh, plain: redis.Redis, expected: str, fault: str
+    make_mesh: MakeMesh, plain: redis.Redis, fault: str, compression: Compression
 ) -> None:
+    expected = (await train(make_mesh("expected"), 1, "master", compression=compression)).digest
     recorder = Recorder()
     spoilt: list[object] = []
 
@@ -130,7 +147,7 @@ async def test_a_shard_whose_pieces_cannot_be_used_is_computed_again(
                 plain.setrange(key, 100, b"spoilt")
 
     mesh = make_mesh(middleware=[Ranges(spoil)], observers=[recorder])
-    assert (await train(mesh, 2, "workers")).digest == expected
+    assert (await train(mesh, 2, "workers", compression=compression)).digest == expected
     (refusal,) = recorder.of(ShardRefused)
     assert (refusal.step, refusal.shard) == (2, 3)
     assert fault in refusal.reason
