@@ -9,7 +9,7 @@ included; it arrives on the CPU. The flat buffer of a model is::
     integer buffers int64 (counters, masks)
 
 in the host's byte order. Buffers travel with the parameters; what becomes of them in a training step is said in
-``taskmesh.training.aggregate``. Buffers that are not in the state dict (``persistent=False``) do not travel.
+``taskmesh.training.step.aggregate``. Buffers that are not in the state dict (``persistent=False``) do not travel.
 """
 
 from __future__ import annotations

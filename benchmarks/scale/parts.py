@@ -18,11 +18,11 @@ from benchmarks.training.servers import Servers, servers
 from taskmesh import Mesh, MeshSettings
 from taskmesh.broker import chunks
 from taskmesh.checkpoints.manifest import checksum_of
-from taskmesh.training.aggregate import TreeSum
 from taskmesh.training.buckets import BUCKET_VALUES, Bucket
 from taskmesh.training.compression import Compression
 from taskmesh.training.compression.base import Memory
 from taskmesh.training.memory import copy, fresh
+from taskmesh.training.step.aggregate import TreeSum
 
 READ_BYTES = chunks.TELL_OF * chunks.CHUNK_BYTES
 METHODS = ("none", "int8", "topk_1%")

@@ -21,11 +21,11 @@ from taskmesh.checkpoints.lease import Lease
 from taskmesh.checkpoints.manifest import Manifest
 from taskmesh.checkpoints.store import Commit
 from taskmesh.events import Checkpointed, Committed, Event, Observers
-from taskmesh.training.aggregate import Update
-from taskmesh.training.keeper import Keeper
-from taskmesh.training.learner import Learner
-from taskmesh.training.roster import Roster
-from taskmesh.training.saver import Saver
+from taskmesh.training.master.keeper import Keeper
+from taskmesh.training.master.roster import Roster
+from taskmesh.training.master.saver import Saver
+from taskmesh.training.step.aggregate import Update
+from taskmesh.training.step.learner import Learner
 
 PARAMETERS = 10_000_000
 WORKERS = 2

@@ -16,7 +16,7 @@ from benchmarks.training.fleet import Fleet, step_seconds
 from benchmarks.training.namespaces import Link, NoLink, Side, link
 from benchmarks.training.plan import Plan
 from benchmarks.training.servers import servers
-from taskmesh.training.backward import Backward
+from taskmesh.training.worker.backward import Backward
 
 RATE = "1gbit"
 PLAN = Plan(work="dense", shards=1, batch=256, workers=1)

@@ -5,10 +5,10 @@ from taskmesh.checkpoints.retention import Every
 from taskmesh.training.compression import DGC, Compression, Half, Int8, LowRank, NoCompression, TopK
 from taskmesh.training.data import Dataset
 from taskmesh.training.execution import Execution
-from taskmesh.training.history import Formed, Replayed, Turned
 from taskmesh.training.ledger import LedgerEntry
-from taskmesh.training.master import Finished
+from taskmesh.training.master.lead import Finished
 from taskmesh.training.modes import Asynchronous, LocalSteps, Synchronous
+from taskmesh.training.past.history import Formed, Replayed, Turned
 from taskmesh.training.reader import accuracy
 from taskmesh.training.robust import Mean, Median, TrimmedMean
 from taskmesh.training.rollback import OnDivergence

@@ -14,11 +14,11 @@ from taskmesh.training.buckets import Bucket
 from taskmesh.training.compression import DGC, TopK
 from taskmesh.training.compression.base import Compression
 from taskmesh.training.execution import Execution
-from taskmesh.training.learner import OptimizerMaker
 from taskmesh.training.modes import Asynchronous, LocalSteps, Mode, Synchronous
 from taskmesh.training.robust import Aggregation, Mean
 from taskmesh.training.rollback import OnDivergence
 from taskmesh.training.setup import Reduce
+from taskmesh.training.step.learner import OptimizerMaker
 from taskmesh.training.validation import Validate
 
 

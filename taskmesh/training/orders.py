@@ -9,6 +9,8 @@ from typing import Literal
 from taskmesh.checkpoints.manifest import Part
 from taskmesh.errors import TrainingError
 
+GRADIENT_TTL_MS = 600_000  # of what a worker sends, should nobody fetch and remove it
+
 
 class ShardFailed(TrainingError):
     """A worker could not compute a shard: the model, the loss function or the data raised.

@@ -20,12 +20,12 @@ from taskmesh.monitoring.status import RunStatus
 from taskmesh.tensors import FlatModel, drawing
 from taskmesh.training.compute import compute
 from taskmesh.training.data import Sampler
-from taskmesh.training.history import History, Replayed, Turned
 from taskmesh.training.identity import identify
-from taskmesh.training.learner import Learner, OptimizerMaker, ScheduleMaker
 from taskmesh.training.ledger import LedgerEntry, decode_entry
-from taskmesh.training.replica import Recipe
+from taskmesh.training.past.history import History, Replayed, Turned
 from taskmesh.training.setup import RunSetup
+from taskmesh.training.step.learner import Learner, OptimizerMaker, ScheduleMaker
+from taskmesh.training.worker.replica import Recipe
 
 log = logging.getLogger("taskmesh.training")
 INFERENCE_ROWS = 256

@@ -73,6 +73,7 @@ class RunSetup:
             f"downlink {self.downlink_name}",
             self.mode_name,
             self.execution,
+            f"aggregation {self.aggregation.name}",
             f"clip {self.clip_name}",
         )
         return ", ".join(parts)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from taskmesh.app.mesh import Mesh
 from taskmesh.errors import ConfigurationError
 from taskmesh.training.compute import compute
-from taskmesh.training.group import Member, Pause, Stop, assist, tell
-from taskmesh.training.ranks import Ranks
 from taskmesh.training.trainer import Trainer
+from taskmesh.training.worker.group import Member, Pause, Stop, assist, tell
+from taskmesh.training.worker.ranks import Ranks
 
 PAUSE = 60.0  # a leader with nothing to do says so this often: well within the others' patience
 

@@ -19,34 +19,34 @@ from taskmesh.keys import RunKeys, check_name
 from taskmesh.messages import Priority
 from taskmesh.tasks import Retry, TaskOptions
 from taskmesh.training.buckets import cut
-from taskmesh.training.collect import Collector
-from taskmesh.training.commit import Committer
 from taskmesh.training.compatibility import check, check_metrics
 from taskmesh.training.compression import Compression, Int8
 from taskmesh.training.data import Dataset, Sampler
 from taskmesh.training.execution import Execution
 from taskmesh.training.fingerprint import fingerprint
-from taskmesh.training.group import Member
-from taskmesh.training.history import Formed
 from taskmesh.training.host import HostMemory, host_name
-from taskmesh.training.keeper import Keeper
-from taskmesh.training.learner import Learner, OptimizerMaker, ScheduleMaker
-from taskmesh.training.local import Local, outer_optimizer
-from taskmesh.training.master import Finished, Master
+from taskmesh.training.master.collect import Collector
+from taskmesh.training.master.commit import Committer
+from taskmesh.training.master.keeper import Keeper
+from taskmesh.training.master.lead import Finished, Master
+from taskmesh.training.master.roster import Roster
+from taskmesh.training.master.validator import Validator
 from taskmesh.training.memory import fresh, size_of
 from taskmesh.training.modes import LocalSteps, Mode, Synchronous
 from taskmesh.training.orders import ShardFailed
-from taskmesh.training.ranks import Ranks
+from taskmesh.training.past.history import Formed
 from taskmesh.training.reader import RunReader
-from taskmesh.training.reduce import Reducer
-from taskmesh.training.replica import LossFunction, Recipe
 from taskmesh.training.robust import Aggregation, Mean
 from taskmesh.training.rollback import OnDivergence
-from taskmesh.training.roster import Roster
 from taskmesh.training.setup import Reduce, RunSetup
-from taskmesh.training.shard import Shards
+from taskmesh.training.step.learner import Learner, OptimizerMaker, ScheduleMaker
 from taskmesh.training.validation import Validate
-from taskmesh.training.validator import Validator
+from taskmesh.training.worker.group import Member
+from taskmesh.training.worker.local import Local, outer_optimizer
+from taskmesh.training.worker.ranks import Ranks
+from taskmesh.training.worker.reduce import Reducer
+from taskmesh.training.worker.replica import LossFunction, Recipe
+from taskmesh.training.worker.shard import Shards
 
 R = TypeVar("R")
 RESULT_TTL = 60.0

@@ -27,7 +27,7 @@ from taskmesh.events import Committed, MirrorFailed
 from taskmesh.keys import RunKeys
 from taskmesh.tensors import FlatModel
 from taskmesh.training import Every, Finished, TopK, Trainer
-from taskmesh.training.snapshot import Memory, take_snapshot
+from taskmesh.training.step.snapshot import Memory, take_snapshot
 from tests.integration.training_support import ONE, Recorder, make_trainer
 
 fsspec = pytest.importorskip("fsspec", reason="a mirror needs fsspec")

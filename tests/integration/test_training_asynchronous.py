@@ -32,8 +32,8 @@ from taskmesh.training import (
     TopK,
     Trainer,
 )
+from taskmesh.training.master.stream import may_be_taken
 from taskmesh.training.plan import split
-from taskmesh.training.stream import may_be_taken
 from tests.conftest import MakeMesh
 from tests.integration.training_support import (
     IMAGES,

@@ -15,7 +15,7 @@ from taskmesh.events import ShardRepeated
 from taskmesh.results.handle import Held
 from taskmesh.tasks import Call, Next
 from taskmesh.training import DGC, LowRank, NoCompression, Synchronous, TopK
-from taskmesh.training.backups import find_late
+from taskmesh.training.master.backups import find_late
 from tests.conftest import MakeMesh
 from tests.integration.training_support import ONE, Recorder, make_trainer
 

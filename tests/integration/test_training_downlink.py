@@ -16,8 +16,8 @@ from taskmesh.checkpoints.store import VersionStore
 from taskmesh.errors import ConfigurationError
 from taskmesh.events import Committed
 from taskmesh.training import DGC, Compression, Every, Finished, Int8, LocalSteps, LowRank, TopK, Trainer
-from taskmesh.training.follower import Follower
 from taskmesh.training.host import HostMemory
+from taskmesh.training.worker.follower import Follower
 from tests.conftest import MakeMesh
 from tests.integration.training_support import (
     IMAGES,

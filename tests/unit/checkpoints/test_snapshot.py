@@ -14,7 +14,7 @@ from taskmesh.checkpoints.tables import decode_index
 from taskmesh.codec import pack_value
 from taskmesh.errors import CheckpointError, ConfigurationError
 from taskmesh.tensors import FlatModel
-from taskmesh.training.snapshot import Memory, read_state, take_snapshot
+from taskmesh.training.step.snapshot import Memory, read_state, take_snapshot
 
 
 def flat() -> FlatModel:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taskmesh.training.aggregate import Contribution, Pool, Round, TreeSum
 from taskmesh.training.buckets import Bucket
+from taskmesh.training.step.aggregate import Contribution, Pool, Round, TreeSum
 
 BUCKETS = (Bucket(1, 3), Bucket(0, 1))
 

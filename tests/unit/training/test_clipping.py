@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from taskmesh import ConfigurationError, Mesh
-from taskmesh.training.clipping import clip_norm, norm_of
+from taskmesh.training.step.clipping import clip_norm, norm_of
 from tests.integration.training_support import make_trainer
 
 

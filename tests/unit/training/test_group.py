@@ -9,7 +9,7 @@ from torch import Tensor
 
 from taskmesh.training.buckets import Bucket
 from taskmesh.training.fingerprint import fingerprint
-from taskmesh.training.sums import Sums
+from taskmesh.training.worker.sums import Sums
 
 BUCKETS = [Bucket(0, 2), Bucket(2, 4), Bucket(4, 6)]
 

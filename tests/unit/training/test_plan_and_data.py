@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from taskmesh.errors import ConfigurationError
 from taskmesh.training.data import Sampler
 from taskmesh.training.plan import Owed, make_plan, next_batch, split
-from taskmesh.training.progress import Progress
+from taskmesh.training.step.progress import Progress
 
 
 @given(st.integers(1, 200), st.integers(1, 64), st.integers(0, 3))

@@ -9,9 +9,9 @@ import pytest
 
 from taskmesh.errors import ConfigurationError
 from taskmesh.training import Median, TrimmedMean
-from taskmesh.training.aggregate import Contribution, Pool, Round
 from taskmesh.training.buckets import Bucket
 from taskmesh.training.robust import Robust
+from taskmesh.training.step.aggregate import Contribution, Pool, Round
 
 BUCKETS = (Bucket(2, 5), Bucket(0, 2))
 

@@ -2,8 +2,8 @@
 
 Every step becomes a version, there for the workers: parameters on the server without AOF, gone when the next one is
 current. Every so often one is kept, with all that the run needs to go on from it; that takes its time
-(``taskmesh.training.saver``), and the steps do not wait for it. The first version is kept before the first step, the
-last before the run ends.
+(``taskmesh.training.master.saver``), and the steps do not wait for it. The first version is kept before the first step,
+the last before the run ends.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from taskmesh.checkpoints.store import Commit, VersionStore
 from taskmesh.checkpoints.tables import memories_of, memory_name
 from taskmesh.errors import CheckpointError, TrainingError
 from taskmesh.events import Observers, Resumed
-from taskmesh.training.keeper import Keeper
-from taskmesh.training.learner import Learner
 from taskmesh.training.ledger import LedgerEntry, encode_entry
-from taskmesh.training.progress import Progress, restore, run_state
-from taskmesh.training.published import Published
-from taskmesh.training.saver import Saver
+from taskmesh.training.master.keeper import Keeper
+from taskmesh.training.master.published import Published
+from taskmesh.training.master.saver import Saver
 from taskmesh.training.setup import RunSetup
+from taskmesh.training.step.learner import Learner
+from taskmesh.training.step.progress import Progress, restore, run_state
 
 log = logging.getLogger("taskmesh.training")
 Loaded = tuple[Manifest, dict[str, memoryview]]

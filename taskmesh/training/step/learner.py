@@ -18,12 +18,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from taskmesh.errors import CheckpointError
 from taskmesh.tensors import FlatModel, drawing, is_finite
-from taskmesh.training.aggregate import Update, Values
-from taskmesh.training.clipping import clip_norm
 from taskmesh.training.compression.base import Compression
 from taskmesh.training.compute import use_threads
-from taskmesh.training.downlink import Downlink, Sent, Step
 from taskmesh.training.seeds import derive
+from taskmesh.training.step.aggregate import Update, Values
+from taskmesh.training.step.clipping import clip_norm
+from taskmesh.training.step.downlink import Downlink, Sent, Step
 
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], Optimizer]
 ScheduleMaker = Callable[[Optimizer], LRScheduler]

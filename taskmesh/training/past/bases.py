@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from taskmesh.errors import CheckpointError
 from taskmesh.training.ledger import LedgerEntry
-
-
-class Past(NamedTuple):
-    """A version: the steps that had led to it, and its parameters."""
-
-    step: int
-    parameters: memoryview
+from taskmesh.training.step.progress import Past
 
 
 def keep(past: Mapping[int, Past], staleness: int, version: int, new: Past) -> dict[int, Past]:

@@ -19,11 +19,11 @@ import numpy as np
 from taskmesh.checkpoints.manifest import Part
 from taskmesh.errors import DecodeError
 from taskmesh.tensors import FlatLayout
-from taskmesh.training.aggregate import Update, Values
 from taskmesh.training.buckets import cut
 from taskmesh.training.compression.base import Compression
 from taskmesh.training.memory import State, fresh
 from taskmesh.training.seeds import derive
+from taskmesh.training.step.aggregate import Update, Values
 
 _LENGTH = struct.Struct("<I")
 

@@ -23,22 +23,28 @@ from taskmesh.tasks import Context
 from taskmesh.training import notes
 from taskmesh.training.compute import compute
 from taskmesh.training.fingerprint import fingerprint
-from taskmesh.training.follower import Follower
-from taskmesh.training.group import Member
-from taskmesh.training.holding import Holding
 from taskmesh.training.host import HostMemory, host_name
 from taskmesh.training.memory import Held
 from taskmesh.training.notes import Note
-from taskmesh.training.orders import MemoryOrder, MemoryResult, ShardFailed, ShardOrder, ShardResult
-from taskmesh.training.parameters import Versions
-from taskmesh.training.ranks import Ranks
-from taskmesh.training.replica import Computed, Gradients, Recipe, Replica
+from taskmesh.training.orders import (
+    GRADIENT_TTL_MS,
+    MemoryOrder,
+    MemoryResult,
+    ShardFailed,
+    ShardOrder,
+    ShardResult,
+)
 from taskmesh.training.room import when_there_is_room
+from taskmesh.training.worker.follower import Follower
+from taskmesh.training.worker.group import Member
+from taskmesh.training.worker.holding import Holding
+from taskmesh.training.worker.parameters import Versions
+from taskmesh.training.worker.ranks import Ranks
+from taskmesh.training.worker.replica import Computed, Gradients, Recipe, Replica
 
 # Riding in the result is no faster (9,610 parameters, 8 shards, one machine: 10.5 to 11.4 ms a step either way), and
 # a result is written twice into the append-only file of the durable server; it saves small models their keys.
 INLINE_BYTES = 4 * 1024
-GRADIENT_TTL_MS = 600_000
 
 
 class Shards:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from taskmesh.errors import BrokerError, TaskFailed
 from taskmesh.events import Observers, ShardRepeated
 from taskmesh.results.handle import Handle, Held
+from taskmesh.training.master.roster import Roster
 from taskmesh.training.orders import ShardFailed, ShardOrder, ShardResult
-from taskmesh.training.roster import Roster
 
 log = logging.getLogger("taskmesh.training")
 # A worker has a shard for longer than it computes it, since it fetches the next one meanwhile: one that is as fast as

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 from taskmesh.errors import CheckpointError, TrainingError
 from taskmesh.events import Observers, RolledBack
-from taskmesh.training.commit import Committer, Loaded
 from taskmesh.training.data import Sampler
+from taskmesh.training.master.commit import Committer, Loaded
+from taskmesh.training.master.roster import Roster
+from taskmesh.training.master.rounds import Ready
 from taskmesh.training.memory import MemoryGone
-from taskmesh.training.progress import Progress
-from taskmesh.training.roster import Roster
-from taskmesh.training.rounds import Ready
 from taskmesh.training.setup import RunSetup
+from taskmesh.training.step.progress import Progress
 
 log = logging.getLogger("taskmesh.training")
 LOST = 20  # returns to one and the same checkpoint because workers were lost

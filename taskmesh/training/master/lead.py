@@ -20,25 +20,24 @@ from taskmesh.checkpoints.manifest import Manifest, is_whole
 from taskmesh.checkpoints.tables import memory_name
 from taskmesh.errors import CheckpointError, TaskmeshError, TrainingError
 from taskmesh.events import Committed, MemoryMoved, Observers, ShardsLate
-from taskmesh.training import saver
-from taskmesh.training.aggregate import Update
-from taskmesh.training.collect import Collector, Gathered
-from taskmesh.training.commit import Committer
 from taskmesh.training.compute import compute
 from taskmesh.training.data import Sampler
 from taskmesh.training.host import HostMemory
-from taskmesh.training.learner import Learner, scale_of
 from taskmesh.training.ledger import LedgerEntry
+from taskmesh.training.master import saver
+from taskmesh.training.master.collect import Collector, Gathered
+from taskmesh.training.master.commit import Committer
+from taskmesh.training.master.returns import Returns
+from taskmesh.training.master.rounds import Ready, Rounds, Source
+from taskmesh.training.master.stream import Stream
+from taskmesh.training.master.validator import Validator
 from taskmesh.training.memory import MemoryGone, pack
 from taskmesh.training.modes import Asynchronous
 from taskmesh.training.plan import Owed, Plan
-from taskmesh.training.progress import Progress
-from taskmesh.training.replay import Point
-from taskmesh.training.returns import Returns
-from taskmesh.training.rounds import Ready, Rounds, Source
 from taskmesh.training.setup import RunSetup
-from taskmesh.training.stream import Stream
-from taskmesh.training.validator import Validator
+from taskmesh.training.step.aggregate import Update
+from taskmesh.training.step.learner import Learner, scale_of
+from taskmesh.training.step.progress import Point, Progress
 
 R = TypeVar("R")
 log = logging.getLogger("taskmesh.training")

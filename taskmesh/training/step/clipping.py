@@ -7,8 +7,8 @@ import math
 
 import numpy as np
 
-from taskmesh.training.aggregate import Values
 from taskmesh.training.buckets import BUCKET_VALUES
+from taskmesh.training.step.aggregate import Values
 
 
 def norm_of(gradient: Values) -> float:

@@ -1,8 +1,8 @@
 """Checkpoints behind a run's back: copied aside at once, hashed and written while the next steps are taken.
 
-What the workers remember for their shards they write themselves, likewise (``taskmesh.training.keeper``). At most one
-checkpoint is on its way. One that is due by its step while another still is waits for it, and the run with it: no
-server is so slow that checkpoints are left out. One that is due by the clock is put off instead.
+What the workers remember for their shards they write themselves, likewise (``taskmesh.training.master.keeper``). At
+most one checkpoint is on its way. One that is due by its step while another still is waits for it, and the run with it:
+no server is so slow that checkpoints are left out. One that is due by the clock is put off instead.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from taskmesh.checkpoints.store import VersionStore
 from taskmesh.errors import CheckpointError
 from taskmesh.events import Checkpointed, MirrorFailed, Observers
 from taskmesh.training.compute import enqueue
-from taskmesh.training.keeper import Begun, Keeper
-from taskmesh.training.learner import Learner
+from taskmesh.training.master.keeper import Begun, Keeper
 from taskmesh.training.memory import MemoryGone
 from taskmesh.training.room import when_there_is_room
 from taskmesh.training.setup import RunSetup
-from taskmesh.training.snapshot import Memory, Snapshot, take_snapshot
+from taskmesh.training.step.learner import Learner
+from taskmesh.training.step.snapshot import Memory, Snapshot, take_snapshot
 
 log = logging.getLogger("taskmesh.training")
 STOP_PATIENCE = 30.0  # for the checkpoint on its way, when a run is stopped

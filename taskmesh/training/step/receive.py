@@ -20,10 +20,10 @@ from taskmesh.broker.caller import Caller
 from taskmesh.checkpoints.manifest import checksum_of
 from taskmesh.errors import BrokerError, DecodeError
 from taskmesh.tensors import FlatLayout
-from taskmesh.training.aggregate import Contribution, Round
 from taskmesh.training.buckets import Bucket
 from taskmesh.training.compression.base import Compression
 from taskmesh.training.orders import ShardResult
+from taskmesh.training.step.aggregate import Contribution, Round
 
 log = logging.getLogger("taskmesh.training")
 HEAD_ROOM = 65_536  # bytes that a compressed bucket may have beyond its values

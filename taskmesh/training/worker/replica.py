@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from taskmesh.checkpoints.manifest import Part
 from taskmesh.errors import TrainingError
 from taskmesh.tensors import FlatModel, drawing
-from taskmesh.training.backward import Backward
 from taskmesh.training.buckets import Bucket, cut
 from taskmesh.training.compression.base import Compression
 from taskmesh.training.compute import use_threads
 from taskmesh.training.data import Dataset
 from taskmesh.training.execution import Execution, is_out_of_memory, to_device
-from taskmesh.training.learner import Learner
-from taskmesh.training.local import Inner, Local
 from taskmesh.training.memory import Held, State
 from taskmesh.training.orders import ShardOrder
-from taskmesh.training.payload import Payload, Sink, Take, pack_buffers
 from taskmesh.training.plan import split
 from taskmesh.training.seeds import derive
+from taskmesh.training.step.learner import Learner
+from taskmesh.training.worker.backward import Backward
+from taskmesh.training.worker.local import Inner, Local
+from taskmesh.training.worker.payload import Payload, Sink, Take, pack_buffers
 
 log = logging.getLogger("taskmesh.training")
 # The unreduced losses, one a sample or token; or their sum (with its graph) and their count.

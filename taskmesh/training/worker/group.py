@@ -25,12 +25,12 @@ from taskmesh.errors import TrainingError
 from taskmesh.tensors import FlatLayout, FlatModel, drawing
 from taskmesh.training.execution import is_out_of_memory
 from taskmesh.training.orders import ShardOrder
-from taskmesh.training.payload import Sink, pack_buffers
 from taskmesh.training.plan import split
-from taskmesh.training.ranks import Ranks
-from taskmesh.training.replica import Recipe, Replica
 from taskmesh.training.seeds import derive
-from taskmesh.training.sums import Seen, Sums
+from taskmesh.training.worker.payload import Sink, pack_buffers
+from taskmesh.training.worker.ranks import Ranks
+from taskmesh.training.worker.replica import Recipe, Replica
+from taskmesh.training.worker.sums import Seen, Sums
 
 log = logging.getLogger("taskmesh.training")
 T = TypeVar("T")

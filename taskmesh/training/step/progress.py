@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from taskmesh.checkpoints.manifest import Manifest
 from taskmesh.errors import CheckpointError, TrainingError
 from taskmesh.training.compute import compute
 from taskmesh.training.data import Sampler
-from taskmesh.training.learner import Learner
+from taskmesh.training.memory import State
 from taskmesh.training.plan import Owed, Plan, next_batch
 from taskmesh.training.rollback import LossHistory
 from taskmesh.training.setup import RunSetup
-from taskmesh.training.snapshot import read_state
+from taskmesh.training.step.learner import Learner
+from taskmesh.training.step.snapshot import read_state
 from taskmesh.training.validation import MetricHistory
 
 
@@ -57,6 +58,23 @@ class Progress:
         return replace(self, skipped=tuple(sorted(skipped)), owed=owed)
 
     validation: MetricHistory = field(default_factory=MetricHistory)
+
+
+class Past(NamedTuple):
+    """A version: the steps that had led to it, and its parameters."""
+
+    step: int
+    parameters: memoryview
+
+
+class Point(NamedTuple):
+    """A replay's state after some version."""
+
+    parameters: memoryview
+    state: Mapping[str, Any]
+    progress: Progress
+    memories: Mapping[int, State]
+    past: Mapping[int, Past]
 
 
 async def restore(

@@ -14,10 +14,10 @@ from taskmesh.checkpoints.manifest import Manifest, Part
 from taskmesh.checkpoints.tables import memory_name
 from taskmesh.errors import CheckpointError, ResultUnavailable, TaskCancelled, TaskFailed
 from taskmesh.results.handle import Handle
+from taskmesh.training.master.roster import Roster, Seat
 from taskmesh.training.memory import MemoryGone
 from taskmesh.training.orders import MemoryOrder, MemoryResult, Remembered
 from taskmesh.training.room import when_there_is_room
-from taskmesh.training.roster import Roster, Seat
 from taskmesh.training.setup import RunSetup
 
 R = TypeVar("R")

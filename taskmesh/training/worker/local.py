@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from taskmesh.training.learner import OptimizerMaker, ScheduleMaker
 from taskmesh.training.modes import LocalSteps
+from taskmesh.training.step.learner import OptimizerMaker, ScheduleMaker
 
 
 class Local(NamedTuple):

@@ -15,13 +15,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from taskmesh.errors import TrainingError
-from taskmesh.training.collect import MAX_REPUBLICATIONS, Collector, Gathered, ParametersGone
-from taskmesh.training.commit import Committer
 from taskmesh.training.data import Sampler
+from taskmesh.training.master.collect import MAX_REPUBLICATIONS, Collector, Gathered, ParametersGone
+from taskmesh.training.master.commit import Committer
+from taskmesh.training.master.rounds import Ready
 from taskmesh.training.plan import Owed, Plan, plan_of_one
-from taskmesh.training.progress import Progress
-from taskmesh.training.rounds import Ready
 from taskmesh.training.setup import RunSetup
+from taskmesh.training.step.progress import Progress
 
 log = logging.getLogger("taskmesh.training")
 

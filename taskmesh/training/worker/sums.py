@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from taskmesh.training.buckets import Bucket
-from taskmesh.training.ranks import Ranks
+from taskmesh.training.worker.ranks import Ranks
 
 
 class Sums:

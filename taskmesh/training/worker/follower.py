@@ -11,10 +11,10 @@ from taskmesh.checkpoints.manifest import Manifest, Part, is_whole
 from taskmesh.checkpoints.reading import VersionReader
 from taskmesh.errors import CheckpointError, DecodeError
 from taskmesh.training.compute import compute
-from taskmesh.training.downlink import Step, decode
 from taskmesh.training.host import Held, HostMemory
-from taskmesh.training.learner import Learner
-from taskmesh.training.snapshot import read_state
+from taskmesh.training.step.downlink import Step, decode
+from taskmesh.training.step.learner import Learner
+from taskmesh.training.step.snapshot import read_state
 
 NEEDED = ("parameters", "tensors", "state", "index")  # of a checkpoint
 

@@ -10,10 +10,10 @@ from collections import Counter
 
 from taskmesh.checkpoints.manifest import Manifest, Part
 from taskmesh.checkpoints.store import VersionStore
-from taskmesh.training import downlink
-from taskmesh.training.downlink import Step
-from taskmesh.training.learner import Learner
 from taskmesh.training.room import when_there_is_room
+from taskmesh.training.step import downlink
+from taskmesh.training.step.downlink import Step
+from taskmesh.training.step.learner import Learner
 
 RECENT = 8  # steps that stay for workers that are a little behind, whatever checkpoints there are
 MOST = 64  # steps that stay at once

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from taskmesh.training.collect import Collector, Gathered
-from taskmesh.training.commit import Committer
 from taskmesh.training.data import Sampler
+from taskmesh.training.master.collect import Collector, Gathered
+from taskmesh.training.master.commit import Committer
 from taskmesh.training.plan import Plan, make_plan
-from taskmesh.training.progress import Progress
 from taskmesh.training.setup import RunSetup
+from taskmesh.training.step.progress import Progress
 
 
 class Ready(NamedTuple):

@@ -13,13 +13,13 @@ from taskmesh.checkpoints.store import LEDGER_ENTRIES, VersionStore
 from taskmesh.checkpoints.tables import memories_of
 from taskmesh.errors import CheckpointError, ConfigurationError
 from taskmesh.training.compute import compute
-from taskmesh.training.learner import Learner
 from taskmesh.training.ledger import LedgerEntry, decode_entry
-from taskmesh.training.past import check_bases
-from taskmesh.training.progress import restore
-from taskmesh.training.replay import Point, Replay, check_memories, choose_start, lineage, way_between
-from taskmesh.training.replica import Recipe
+from taskmesh.training.past.bases import check_bases
+from taskmesh.training.past.replay import Replay, check_memories, choose_start, lineage, way_between
 from taskmesh.training.setup import RunSetup
+from taskmesh.training.step.learner import Learner
+from taskmesh.training.step.progress import Point, restore
+from taskmesh.training.worker.replica import Recipe
 
 
 class Replayed(NamedTuple):

@@ -25,25 +25,23 @@ from taskmesh.results.handle import Handle
 from taskmesh.tasks import MAX_DELIVERIES
 from taskmesh.tensors import FlatLayout
 from taskmesh.training import notes
-from taskmesh.training.aggregate import Pool, Round
-from taskmesh.training.backups import Answer, Backups
-from taskmesh.training.buckets import Bucket, cut
-from taskmesh.training.keeper import Keeper
+from taskmesh.training.buckets import cut
 from taskmesh.training.ledger import Share
+from taskmesh.training.master.backups import Answer, Backups
+from taskmesh.training.master.keeper import Keeper
+from taskmesh.training.master.reduction import Reducers, ReduceTask
+from taskmesh.training.master.roster import PATIENCE, Roster, Seat, pause_after
 from taskmesh.training.memory import MemoryGone
 from taskmesh.training.notes import Note
 from taskmesh.training.orders import ShardFailed, ShardOrder, ShardResult
 from taskmesh.training.plan import Plan
-from taskmesh.training.receive import Receipts
-from taskmesh.training.reduction import Reducers, ReduceTask
-from taskmesh.training.robust import Mean
 from taskmesh.training.room import when_there_is_room
-from taskmesh.training.roster import PATIENCE, Roster, Seat, pause_after
 from taskmesh.training.setup import RunSetup
+from taskmesh.training.step.aggregate import Pool, Round, new_round
+from taskmesh.training.step.receive import Receipts
 
 log = logging.getLogger("taskmesh.training")
 MAX_REPUBLICATIONS = 5
-KEPT_ARRAYS = 8
 
 
 class GradientTask(Protocol):
@@ -80,12 +78,6 @@ class Gathered(NamedTuple):
     late: tuple[int, ...] = ()
 
 
-def new_round(setup: RunSetup, shards: int, buckets: Sequence[Bucket], pool: Pool) -> Round:
-    """A round of so many shards, which become one gradient as the run wants it."""
-    aggregation = setup.aggregation
-    return Round(shards, buckets, pool, None if isinstance(aggregation, Mean) else aggregation)
-
-
 class Collector:
     """Gathers the shards of one step after the other.
 
@@ -115,7 +107,7 @@ class Collector:
         self.layout = layout
         self.republish = republish
         self.buckets = cut(layout, whole=setup.compression.takes_whole_parameters)
-        self.pool = Pool(layout.parameter_count, KEPT_ARRAYS)
+        self.pool = Pool(layout.parameter_count)
         self.roster = roster
         self.reducers = Reducers(setup, client, reduce_task, roster, self.buckets, self.pool)
         self.keeper = keeper

@@ -17,23 +17,16 @@ from taskmesh.checkpoints.manifest import checksum_of
 from taskmesh.errors import TrainingError
 from taskmesh.tasks import Context
 from taskmesh.tensors import FlatLayout
-from taskmesh.training.aggregate import Pool, Round, Values
-from taskmesh.training.orders import ShardResult
+from taskmesh.training.orders import GRADIENT_TTL_MS, ShardResult
 from taskmesh.training.ranges import Pieces, ReduceOrder, ReduceResult
-from taskmesh.training.receive import Receipts
 from taskmesh.training.robust import Mean, Robust
 from taskmesh.training.room import when_there_is_room
 from taskmesh.training.setup import RunSetup
-from taskmesh.training.shard import GRADIENT_TTL_MS
+from taskmesh.training.step.aggregate import Pool, Round, Values
+from taskmesh.training.step.receive import Receipts
 
 SHARDS_AT_ONCE = 4
-KEPT_ARRAYS = 8
 _NO_BUFFERS = FlatLayout((), (), (), "")
-
-
-def agreement_of(setup: RunSetup) -> str:
-    """What master and workers must have alike to reduce to the same bits, in words."""
-    return f"{setup.agreement}, aggregation {setup.aggregation.name}"
 
 
 class _RangeRound(Round):
@@ -71,9 +64,9 @@ class Reducer:
         if context.worker in order.avoid:
             return ReduceResult("declined", context.worker)
         setup = self._setup
-        if order.agreement != agreement_of(setup):
+        if order.agreement != setup.agreement:
             raise TrainingError(
-                f"run {setup.name!r}: this worker goes by {agreement_of(setup)}, the master by {order.agreement}; "
+                f"run {setup.name!r}: this worker goes by {setup.agreement}, the master by {order.agreement}; "
                 "it runs other code"
             )
         aggregation = setup.aggregation
@@ -90,7 +83,7 @@ class Reducer:
     def _pool_for(self, order: ReduceOrder) -> Pool:
         values = sum(bucket.size for bucket in order.buckets)
         if values > self._pool_values:
-            self._pool, self._pool_values = Pool(values, KEPT_ARRAYS), values
+            self._pool, self._pool_values = Pool(values), values
         return self._pool
 
     async def _receive(self, order: ReduceOrder, round_: Round) -> tuple[tuple[int, str], ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,34 +16,22 @@ from taskmesh.broker import chunks
 from taskmesh.checkpoints.manifest import Part, checksum_of, digest_of, root_of
 from taskmesh.checkpoints.tables import memories_of
 from taskmesh.errors import CheckpointError, TrainingError
-from taskmesh.training import past
-from taskmesh.training.aggregate import Pool, Round, Update
 from taskmesh.training.buckets import cut
-from taskmesh.training.collect import KEPT_ARRAYS, new_round
 from taskmesh.training.data import Sampler
-from taskmesh.training.learner import Learner, scale_of
 from taskmesh.training.ledger import LedgerEntry, Share
 from taskmesh.training.memory import State, fresh, size_of, unpack
 from taskmesh.training.modes import Asynchronous
 from taskmesh.training.orders import ShardOrder, ShardResult
-from taskmesh.training.past import Past
+from taskmesh.training.past import bases
 from taskmesh.training.plan import Owed, Plan, plan_of, plan_of_one
-from taskmesh.training.progress import Progress
-from taskmesh.training.receive import Receipt
-from taskmesh.training.replica import Computed, Recipe, Replica
 from taskmesh.training.setup import RunSetup
+from taskmesh.training.step.aggregate import Pool, Round, Update, new_round
+from taskmesh.training.step.learner import Learner, scale_of
+from taskmesh.training.step.progress import Past, Point, Progress
+from taskmesh.training.step.receive import Receipt
+from taskmesh.training.worker.replica import Computed, Recipe, Replica
 
 ATTEMPT = "replay"
-
-
-class Point(NamedTuple):
-    """A replay's state after some version."""
-
-    parameters: memoryview
-    state: Mapping[str, Any]
-    progress: Progress
-    memories: Mapping[int, State]
-    past: Mapping[int, Past]
 
 
 class Replay:
@@ -64,7 +51,7 @@ class Replay:
         self._replica = Replica(recipe)
         self._sampler = Sampler(setup.samples, setup.batch_size, setup.seed)
         self._buckets = cut(self._layout, whole=compression.takes_whole_parameters)
-        self._pool = Pool(self._layout.parameter_count, KEPT_ARRAYS)
+        self._pool = Pool(self._layout.parameter_count)
         self._gradient: list[Tensor] = []
         self._memories: dict[int, State] = {}
         self._past: dict[int, Past] = {}
@@ -89,7 +76,7 @@ class Replay:
         mode = self._setup.mode
         if isinstance(mode, Asynchronous):
             new = Past(self.progress.step, memoryview(bytearray(self.parameters)))
-            self._past = past.keep(self._past, mode.staleness, version, new)
+            self._past = bases.keep(self._past, mode.staleness, version, new)
 
     def point(self) -> Point:
         """The state, to come back to."""
@@ -180,7 +167,7 @@ class Replay:
         round_ = new_round(self._setup, len(plan.shards), self._buckets, self._pool)
         base = Past(self.progress.step, self.parameters)
         if self._setup.is_asynchronous:
-            base = past.find(self._past, entry)
+            base = bases.find(self._past, entry)
         memories: dict[int, State] = {}
         try:
             for share in shares:

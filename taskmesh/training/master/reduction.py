@@ -22,16 +22,14 @@ from taskmesh.errors import ResultUnavailable, TaskCancelled, TaskFailed, Traini
 from taskmesh.keys import partition_of, tag_of
 from taskmesh.results.handle import Handle
 from taskmesh.tasks import MAX_DELIVERIES
-from taskmesh.training.aggregate import Pool, Round, Values
 from taskmesh.training.buckets import Bucket
-from taskmesh.training.orders import ShardResult
+from taskmesh.training.master.roster import Roster, pause_after
+from taskmesh.training.orders import GRADIENT_TTL_MS, ShardResult
 from taskmesh.training.ranges import ReduceOrder, ReduceResult, cut_ranges, pays, pieces_of
-from taskmesh.training.reduce import agreement_of
 from taskmesh.training.robust import Mean
 from taskmesh.training.room import when_there_is_room
-from taskmesh.training.roster import Roster, pause_after
 from taskmesh.training.setup import RunSetup
-from taskmesh.training.shard import GRADIENT_TTL_MS
+from taskmesh.training.step.aggregate import Pool, Round, Values
 
 log = logging.getLogger("taskmesh.training")
 PATIENCE = 10.0
@@ -220,7 +218,7 @@ class Reduction:
             places.start,
             self._reducers.buckets[places.start : places.stop],
             tuple(pieces_of(shard, result, places) for shard, result in results.items()),
-            agreement_of(self._setup),
+            self._setup.agreement,
             roster.quarantined,
         )
         offenders: list[str] = []

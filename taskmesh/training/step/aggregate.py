@@ -19,9 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from taskmesh.training.buckets import Bucket
-from taskmesh.training.robust import Robust
+from taskmesh.training.robust import Mean, Robust
+from taskmesh.training.setup import RunSetup
 
 Values = npt.NDArray[np.float32]
+KEPT_ARRAYS = 8
 Node = tuple[int, Values]  # the lowest leaf below it, in whose array its sum lies
 
 
@@ -136,7 +138,7 @@ class Update:
 class Pool:
     """Arrays of one size that are used again: to touch fresh memory costs as much as to fill it."""
 
-    def __init__(self, size: int, kept: int) -> None:
+    def __init__(self, size: int, kept: int = KEPT_ARRAYS) -> None:
         self._size = size
         self._kept = kept
         self._free: list[Values] = []
@@ -309,6 +311,12 @@ class Round:
         return Update(
             self.loss, self.count, self._memory[first], changes, self._contributions[first].integers
         )
+
+
+def new_round(setup: RunSetup, shards: int, buckets: Sequence[Bucket], pool: Pool) -> Round:
+    """A round of so many shards, which become one gradient as the run wants it."""
+    aggregation = setup.aggregation
+    return Round(shards, buckets, pool, None if isinstance(aggregation, Mean) else aggregation)
 
 
 def _pairwise(values: Sequence[float]) -> float:

@@ -1,0 +1,1 @@
+"""A run's past: versions formed again from a checkpoint and the ledger."""

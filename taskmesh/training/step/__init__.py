@@ -1,0 +1,1 @@
+"""A step, from gradients to parameters: receive, sum, clip, send, apply; and the state that it leaves."""
