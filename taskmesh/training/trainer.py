@@ -25,6 +25,7 @@ from taskmesh.training.data import Dataset, Sampler
 from taskmesh.training.execution import Execution
 from taskmesh.training.fingerprint import fingerprint
 from taskmesh.training.host import HostMemory, host_name
+from taskmesh.training.master.attempts import Dispatch
 from taskmesh.training.master.collect import Collector
 from taskmesh.training.master.commit import Committer
 from taskmesh.training.master.keeper import Keeper
@@ -368,17 +369,10 @@ class Trainer(RunReader):
         roster = Roster(setup, self.mesh.client, observers, remembers=size_of(state) > 0)
         keeper = Keeper(setup, roster, self._memory, token, size_of(state))
         committer = Committer(setup, store, learner, token, observers, keeper)
-        collector = Collector(
-            setup,
-            self.mesh.client,
-            observers,
-            self._gradient,
-            self._reduce,
-            layout,
-            roster,
-            keeper,
-            committer.republish,
+        dispatch = Dispatch(
+            setup, self.mesh.client, observers, self._gradient, roster, keeper, committer.republish
         )
+        collector = Collector(dispatch, self._reduce, layout)
         host = HostMemory(host_name(self.mesh.settings.url, setup.keys))
         validator = None
         if self._validate is not None:

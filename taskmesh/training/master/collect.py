@@ -9,51 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-from taskmesh.app.client import Client
-from taskmesh.broker import chunks
 from taskmesh.checkpoints.manifest import Part
-from taskmesh.errors import ResultUnavailable, TaskCancelled, TaskFailed, TrainingError
-from taskmesh.events import Observers, ShardRefused
-from taskmesh.keys import partition_of
+from taskmesh.errors import TaskFailed, TrainingError
+from taskmesh.events import ShardRefused
 from taskmesh.results.handle import Handle
-from taskmesh.tasks import MAX_DELIVERIES
 from taskmesh.tensors import FlatLayout
 from taskmesh.training import notes
 from taskmesh.training.buckets import cut
 from taskmesh.training.ledger import Share
-from taskmesh.training.master.backups import Answer, Backups
-from taskmesh.training.master.keeper import Keeper
+from taskmesh.training.master.attempts import Attempts, Dispatch
 from taskmesh.training.master.reduction import Reducers, ReduceTask
-from taskmesh.training.master.roster import PATIENCE, Roster, Seat, pause_after
+from taskmesh.training.master.roster import PATIENCE, Seat
 from taskmesh.training.memory import MemoryGone
 from taskmesh.training.notes import Note
 from taskmesh.training.orders import ShardFailed, ShardOrder, ShardResult
 from taskmesh.training.plan import Plan
-from taskmesh.training.room import when_there_is_room
-from taskmesh.training.setup import RunSetup
 from taskmesh.training.step.aggregate import Pool, Round, new_round
 from taskmesh.training.step.receive import Receipts
 
 log = logging.getLogger("taskmesh.training")
-MAX_REPUBLICATIONS = 5
-
-
-class GradientTask(Protocol):
-    """The run's gradient task, as far as it is used here."""
-
-    async def submit_in(self, delay: float, order: ShardOrder, /) -> Handle[ShardResult]: ...
-
-    async def submit(self, order: ShardOrder, /) -> Handle[ShardResult]: ...
-
-
-class ParametersGone(Exception):
-    """In an asynchronous run: a worker did not find the version that a shard was ordered of."""
 
 
 class Gathered(NamedTuple):
@@ -83,34 +62,17 @@ class Collector:
 
     Args:
         reduce_task: reduces ranges of gradients, where workers are to do that.
-        roster: the run's workers.
-        keeper: has what they remember handed over.
-        republish: writes the current parameters again, when the server for them has lost them.
     """
 
-    def __init__(
-        self,
-        setup: RunSetup,
-        client: Client,
-        observers: Observers,
-        task: GradientTask,
-        reduce_task: ReduceTask,
-        layout: FlatLayout,
-        roster: Roster,
-        keeper: Keeper,
-        republish: Callable[[], Awaitable[Part]],
-    ) -> None:
-        self.setup = setup
-        self.client = client
-        self.observers = observers
-        self.task = task
+    def __init__(self, dispatch: Dispatch, reduce_task: ReduceTask, layout: FlatLayout) -> None:
+        setup = dispatch.setup
+        self.dispatch = dispatch
         self.layout = layout
-        self.republish = republish
         self.buckets = cut(layout, whole=setup.compression.takes_whole_parameters)
         self.pool = Pool(layout.parameter_count)
-        self.roster = roster
-        self.reducers = Reducers(setup, client, reduce_task, roster, self.buckets, self.pool)
-        self.keeper = keeper
+        self.reducers = Reducers(
+            setup, dispatch.client, reduce_task, dispatch.roster, self.buckets, self.pool
+        )
         self._gatherings: set[_Gathering] = set()
 
     async def gather(
@@ -141,7 +103,7 @@ class Collector:
 
     async def listen(self) -> None:
         """Hear of pieces of gradients, for ever."""
-        await notes.listen(self.client.bulk, self.setup.keys.notes, self._hear)
+        await notes.listen(self.dispatch.client.bulk, self.dispatch.setup.keys.notes, self._hear)
 
     def _hear(self, note: Note) -> None:
         for gathering in self._gatherings:
@@ -155,7 +117,7 @@ class _Gathering:
         self, collector: Collector, plan: Plan, version: int, parameters: Part, update: Part | None
     ) -> None:
         self._collector = collector
-        self._setup = collector.setup
+        self._setup = collector.dispatch.setup
         self._plan = plan
         self._version = version
         self._parameters = parameters
@@ -164,9 +126,7 @@ class _Gathering:
         self._round = self._make_round()
         self._offenders: defaultdict[int, list[str]] = defaultdict(list)
         self._results: dict[int, ShardResult] = {}
-        self._handles: list[tuple[int, Handle[ShardResult]]] = []
-        self._submitted: set[str] = set()
-        self._ended: set[str] = set()
+        self._attempts = Attempts(collector.dispatch, version, self._take)
         self._shares: list[Share] = []
         self._uplink_bytes = 0
         self._chunks = 0  # of the largest payload that came in chunks
@@ -175,9 +135,8 @@ class _Gathering:
         self._moved: dict[int, int] = {}
         self._begun: set[int] = set()  # shards whose result is being put into the round, or is there
         self._late: set[int] = set()  # shards that are not waited for any more
-        self._backups = Backups(self._setup.name, self._setup.backups, collector.roster, collector.observers)
         self._receipts = Receipts(
-            collector.client.bulk,
+            collector.dispatch.client.bulk,
             lambda place, attempt, piece: self._setup.keys.gradient(
                 version, plan.first + place, attempt, piece
             ),
@@ -219,7 +178,7 @@ class _Gathering:
         shards = {
             asyncio.create_task(self._shard(shard), name=f"taskmesh shard {shard}"): shard for shard in chosen
         }
-        watching = asyncio.create_task(self._backups.watch(), name="taskmesh backups")
+        watching = asyncio.create_task(self._attempts.watch(), name="taskmesh backups")
         waiting = set(shards)
         fault: str | None = None
         try:
@@ -247,7 +206,7 @@ class _Gathering:
         return late
 
     async def _tell_what_is_waited_for(self, shards: list[int]) -> None:
-        workers = await self._collector.roster.live_workers()
+        workers = await self._collector.dispatch.roster.live_workers()
         log.warning(
             "run %s, step %d: waiting for shards %s of %d; %s serves queue %r",
             self._setup.name,
@@ -261,7 +220,7 @@ class _Gathering:
     async def _shard(self, shard: int) -> str | None:
         """Have one shard computed until its result can be used; else why that cannot be."""
         plan, bound = self._plan, self._setup.divergence.recomputes
-        roster, offenders = self._collector.roster, self._offenders[shard]
+        roster, offenders = self._collector.dispatch.roster, self._offenders[shard]
         seat = roster.seat_of(shard)
         order = ShardOrder(
             self._version,
@@ -280,9 +239,9 @@ class _Gathering:
             self._update,
         )
         if order.holder in order.avoid:
-            order = await self._release(order)
+            order = await self._attempts.release(order)
         while True:
-            answer = await self._first_answer(order)
+            answer = await self._attempts.first_answer(order)
             if answer.reason is None:
                 for offender in filter(None, offenders):
                     if offender != answer.worker:
@@ -299,79 +258,16 @@ class _Gathering:
                 return f"shard {shard} was refused {len(offenders)} times: {answer.reason}"
             order = dataclasses.replace(order, avoid=self._avoided(offenders))
             if order.holder in order.avoid:
-                order = await self._release(order)
+                order = await self._attempts.release(order)
 
     def _avoided(self, offenders: Iterable[str]) -> tuple[str, ...]:
-        return tuple(sorted({*self._collector.roster.quarantined, *filter(None, offenders)}))
-
-    async def _first_answer(self, order: ShardOrder) -> Answer:
-        """The answer to an order, or to a second one where it is late."""
-        if not self._setup.backups:
-            return await self._ask(order)
-        answer = await self._backups.first(order, self._ask)
-        await self._call_off([handle for shard, handle in self._handles if shard == order.shard])
-        return answer
-
-    async def _ask(self, order: ShardOrder) -> Answer:
-        """Submit an order until a worker takes it up, and put its result into the round if it can be used."""
-        declines = republications = 0
-        roster = self._collector.roster
-        while True:
-            handle = await when_there_is_room(
-                functools.partial(self._submit, order, declines), f"run {self._setup.name}"
-            )
-            self._handles.append((order.shard, handle))
-            self._submitted.add(handle.id)
-            self._backups.note_submitted(order.shard, handle)
-            try:
-                result = await roster.answer(handle, order.holder)
-            except ShardFailed as error:
-                return Answer(error.worker, str(error), error)
-            except TaskFailed as error:
-                return Answer("", str(error), error)
-            except (ResultUnavailable, TaskCancelled) as error:
-                return Answer("", str(error))
-            if result is None:  # the holder is gone; it may have handed over what it remembered
-                order = dataclasses.replace(order, holder="")
-                continue
-            self._ended.add(handle.id)
-            self._backups.note_result(order.shard, result)
-            if result.status == "declined":
-                declines += 1
-                if not await roster.has_others(order.avoid):
-                    order, declines = dataclasses.replace(order, avoid=roster.unlike), 0
-            elif result.status == "unlike":
-                declines += 1
-                roster.note_unlike(result.worker, result.reason)
-                order = dataclasses.replace(order, avoid=tuple({*order.avoid, *roster.unlike}))
-            elif result.status == "forgot":
-                raise MemoryGone(roster.seat_of(order.shard).holder, [order.shard], result.reason)
-            elif result.status == "gone" and self._setup.is_asynchronous:
-                raise ParametersGone(result.reason)
-            elif result.status == "gone" and republications < MAX_REPUBLICATIONS:
-                republications += 1
-                parameters = await self._collector.republish()
-                order = dataclasses.replace(
-                    order, parameters=parameters, update=None if parameters.kept else order.update
-                )
-            else:
-                return Answer(result.worker, await self._take(order, handle, result))
-
-    async def _release(self, order: ShardOrder) -> ShardOrder:
-        """Let others than its holder compute a shard: they find what its compression remembered."""
-        await self._collector.keeper.hand_over(order.shard, Seat(order.holder, order.memory))
-        return dataclasses.replace(order, holder="")
-
-    async def _submit(self, order: ShardOrder, declines: int) -> Handle[ShardResult]:
-        if not declines:
-            return await self._collector.task.submit(order)
-        return await self._collector.task.submit_in(pause_after(declines), order)
+        return tuple(sorted({*self._collector.dispatch.roster.quarantined, *filter(None, offenders)}))
 
     def _refuse(self, shard: int, worker: str, reason: str) -> None:
         name, step, number = self._setup.name, self._plan.step, self._plan.first + shard
         who = worker or "a worker"
         log.warning("run %s, step %d: shard %d of %s is refused: %s", name, step, number, who, reason)
-        self._collector.observers.emit(ShardRefused(name, step, number, worker, reason))
+        self._collector.dispatch.observers.emit(ShardRefused(name, step, number, worker, reason))
 
     def _take_back(self, shard: int, reason: str) -> str | None:
         """A result that was taken turned out to be unusable. Why it is not computed again, if so."""
@@ -424,36 +320,14 @@ class _Gathering:
             return
         place = note.shard - self._plan.first
         is_of_it = note.version == self._version and 0 <= place < len(self._plan.shards)
-        if is_of_it and note.attempt.rpartition(".")[0] in self._submitted:
+        if is_of_it and self._attempts.has(note.attempt):
             self._receipts.hear(place, note.attempt, note.places)
 
-    def _gradient_keys(self, shard: int, attempt: str, count: int) -> list[bytes]:
-        return [self._setup.keys.gradient(self._version, shard, attempt, place) for place in range(count)]
-
-    async def _call_off(self, handles: Sequence[Handle[ShardResult]]) -> None:
-        """Cancel the attempts that have not ended."""
-        unfinished = [handle for handle in handles if handle.id not in self._ended]
-        self._ended.update(handle.id for handle in unfinished)
-        await asyncio.gather(*(handle.cancel() for handle in unfinished), return_exceptions=True)
-
     async def clean_up(self) -> None:
-        """Remove the records and gradients of all attempts; what comes later still goes with its time to live."""
-        client = self._collector.client
-        await self._call_off([handle for _, handle in self._handles])
+        """Remove what all attempts have left."""
+        await self._attempts.clean_up(self._chunks)
         if self._reduction is not None:
             await self._reduction.clean_up()
-        records = [
-            client.partition(self._setup.name, partition_of(handle.id)).keys.result(handle.id)
-            for _, handle in self._handles
-        ]
-        await chunks.unlink(client.caller, records)
-        gradients = [
-            key
-            for shard, handle in self._handles
-            for delivery in range(1, MAX_DELIVERIES + 1)
-            for key in self._gradient_keys(shard, f"{handle.id}.{delivery}", self._chunks)
-        ]
-        await chunks.unlink(client.bulk, gradients)
 
 
 def _traceback_of(failure: ShardFailed | TaskFailed) -> str:

@@ -102,7 +102,7 @@ class Master:
         self._validator = validator
         self.progress = Progress()
         self._is_between_steps = True  # else the learner's parameters are not the current version's
-        self._returns = Returns(setup, sampler, committer, collector.roster, observers)
+        self._returns = Returns(setup, sampler, committer, collector.dispatch.roster, observers)
         self._requests: list[tuple[int, asyncio.Future[int]]] = []
 
     async def run(self, steps: int, on_commit: Callable[[Committed], None] | None = None) -> Finished:
@@ -233,7 +233,7 @@ class Master:
             metrics[self._validator.name] = value
             validation = progress.validation.add(value, progress.step, progress.drawn)
             progress = replace(progress, validation=validation)
-        self._collector.roster.take_seats(gathered.seats)
+        self._collector.dispatch.roster.take_seats(gathered.seats)
         assert self._committer.current is not None
         version, parent = self._committer.version + 1, self._committer.current.version
         await self._committer.commit(
@@ -360,7 +360,7 @@ class Master:
     async def resume(self) -> None:
         """Take the run up without going on."""
         self.progress = await self._committer.begin(self._sampler.samples)
-        self._collector.roster.resume_seats(self._committer.checkpoint)
+        self._collector.dispatch.roster.resume_seats(self._committer.checkpoint)
 
     def _tell_of_moves(self, step: int, gathered: Gathered) -> None:
         if gathered.moved:

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from taskmesh.errors import TrainingError
 from taskmesh.training.data import Sampler
-from taskmesh.training.master.collect import MAX_REPUBLICATIONS, Collector, Gathered, ParametersGone
+from taskmesh.training.master.attempts import MAX_REPUBLICATIONS, ParametersGone
+from taskmesh.training.master.collect import Collector, Gathered
 from taskmesh.training.master.commit import Committer
 from taskmesh.training.master.rounds import Ready
 from taskmesh.training.plan import Owed, Plan, plan_of_one
