@@ -71,7 +71,7 @@ def play(case: Case, plan: Plan, both: Servers, undisturbed: float) -> Outcome:
         workers = [fleet.worker() for _ in range(case.workers)]
         master = leading = fleet.master()
         if case.victim == "master":
-            leading.until("ready")
+            leading.until("leads")
             master = fleet.master()  # the standby
         began = leading.until("commit")["at"]
         struck = False

@@ -17,7 +17,7 @@ from benchmarks.training.audit import account
 from benchmarks.training.chase import Chaser
 from benchmarks.training.lines import tell
 from benchmarks.training.stopwatch import COMMITTED
-from taskmesh.events import Committed
+from taskmesh.events import Checkpointed, Committed, Event
 from taskmesh.monitoring.snapshot import snapshot
 
 START_LIMIT = 120.0
@@ -46,6 +46,13 @@ class Lead:
         self._chaser: Chaser | None = None
         self._meter: Meter | None = None
         self._going_back: asyncio.Task[None] | None = None
+        self._leads = False
+
+    def on_event(self, event: Event) -> None:
+        """The first checkpoint of a run comes before its first step."""
+        if isinstance(event, Checkpointed) and not self._leads:
+            self._leads = True
+            tell(leads=True)
 
     async def run(self) -> None:
         async with mesh:
@@ -54,6 +61,7 @@ class Lead:
             if plan.chase is not None:
                 self._chaser = Chaser(plan.chase, work, lambda: parameters)
             tell(ready=True)
+            mesh.observers.add(self)
             try:
                 finished = await trainer.run(steps=plan.steps, on_commit=self._on_commit)
             except Arrived:

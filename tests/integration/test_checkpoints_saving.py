@@ -196,7 +196,7 @@ async def test_a_run_that_is_stopped_completes_the_one_on_its_way(mesh: Mesh, he
 async def test_one_that_does_not_come_to_an_end_is_given_up(
     mesh: Mesh, held: Held, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("taskmesh.training.saver.STOP_PATIENCE", 0.1)
+    monkeypatch.setattr("taskmesh.training.master.saver.STOP_PATIENCE", 0.1)
     trainer = make_trainer(mesh)
     async with workers(mesh):
         running = asyncio.create_task(trainer.run(steps=STEPS))

@@ -444,7 +444,7 @@ async def test_a_cluster_comes_to_the_same_bits(make_mesh: MakeMesh) -> None:
 async def test_it_waits_for_workers_and_says_so(
     mesh: Mesh, caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("taskmesh.training.collect.PATIENCE", 0.1)
+    monkeypatch.setattr("taskmesh.training.master.collect.PATIENCE", 0.1)
     trainer = make_trainer(mesh)
     running = asyncio.create_task(trainer.run(steps=2))
     await wait_until(lambda: "no worker serves queue 'digits'" in caplog.text)

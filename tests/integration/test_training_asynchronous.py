@@ -217,7 +217,7 @@ async def test_parameters_that_the_server_has_lost_are_sent_again(
 ) -> None:
     caplog.set_level("INFO", "taskmesh.training")
     # As on another machine: what the master has is not offered to the workers here.
-    monkeypatch.setattr("taskmesh.training.master.socket.gethostname", lambda: "elsewhere")
+    monkeypatch.setattr("taskmesh.training.master.lead.socket.gethostname", lambda: "elsewhere")
     with RedisServer() as bulk:
         mesh = make_mesh(bulk_url=bulk.url)
         trainer = make_trainer(mesh, **STREAM)

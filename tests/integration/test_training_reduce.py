@@ -24,8 +24,8 @@ from taskmesh.training import (
     Median,
     NoCompression,
     TopK,
-    reduction,
 )
+from taskmesh.training.master import reduction
 from taskmesh.training.ranges import ReduceOrder, ReduceResult
 from taskmesh.worker.runtime import Worker
 from tests.conftest import MakeMesh
@@ -87,7 +87,7 @@ async def expected(make_mesh: MakeMesh) -> str:
         {"aggregation": Median()},
         {"model": build_with_norm},  # its payload rides in the result
     ],
-    ids=str,
+    ids=["plain", "int8", "top-k", "low rank", "median", "inline"],
 )
 async def test_the_bits_are_those_of_the_master(make_mesh: MakeMesh, changes: dict[str, Any]) -> None:
     by_master = await train(make_mesh("master"), 1, "master", **changes)
