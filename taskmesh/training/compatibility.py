@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from taskmesh.checkpoints.retention import Every
 from taskmesh.errors import ConfigurationError
@@ -18,7 +19,7 @@ from taskmesh.training.modes import Asynchronous, LocalSteps, Mode, Synchronous
 from taskmesh.training.robust import Aggregation, Mean
 from taskmesh.training.rollback import OnDivergence
 from taskmesh.training.setup import Reduce
-from taskmesh.training.step.learner import OptimizerMaker
+from taskmesh.training.step.learner import OptimizerMaker, ScheduleMaker
 from taskmesh.training.validation import Validate
 
 
@@ -29,6 +30,7 @@ def check(
     aggregation: Aggregation,
     execution: Execution,
     optimizer: OptimizerMaker,
+    schedule: ScheduleMaker | None,
     shards: int,
     group: int,
     *,
@@ -106,6 +108,11 @@ def check(
             isinstance(mode, Asynchronous) and deterministic,
         ),
         (
+            "local steps and ReduceLROnPlateau",
+            "each round makes the inner schedule anew and winds it forward, without the losses that it went by",
+            isinstance(mode, LocalSteps) and _goes_by_losses(optimizer, schedule),
+        ),
+        (
             "local steps and precision fp16",
             "the steps between two rounds have no scaler; bf16 needs none",
             isinstance(mode, LocalSteps) and execution.precision == "fp16",
@@ -156,6 +163,12 @@ def check_metrics(validate: Validate | None, checkpoint: Every, divergence: OnDi
         raise ConfigurationError(
             f"best={checkpoint.best!r}, best_is={checkpoint.best_is!r}: the run measures {known}"
         )
+
+
+def _goes_by_losses(make: OptimizerMaker, schedule: ScheduleMaker | None) -> bool:
+    """Whether a schedule depends on what losses there were."""
+    parameter = nn.Parameter(torch.zeros(1))
+    return schedule is not None and isinstance(schedule(make([parameter])), ReduceLROnPlateau)
 
 
 def _has_momentum(make: Callable[..., Optimizer]) -> bool:

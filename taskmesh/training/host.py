@@ -148,6 +148,7 @@ class HostMemory:
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
         """Be the only one on this machine who brings values."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)  # who left last may have removed it
         lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             while not _try_lock(lock):  # noqa: ASYNC110 (nothing tells when it is free)

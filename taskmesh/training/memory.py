@@ -28,7 +28,8 @@ class MemoryGone(TrainingError):
     """
 
     def __init__(self, holder: str, shards: Sequence[int], reason: str = "") -> None:
-        why = f"worker {holder} had it" if holder else reason
+        detail = f" ({reason})" if reason else ""
+        why = f"worker {holder} had it{detail}" if holder else reason
         super().__init__(f"what the compression of shards {list(shards)} remembered is lost: {why}")
 
 
@@ -49,8 +50,13 @@ class Memories:
         self._states[shard] = {each: known[each] for each in (before,) if each in known} | {name: state}
 
     def note_use(self, shard: int, version: int) -> None:
-        """A shard was computed here, from that version."""
+        """A shard was computed here, from that version; what was not for long is held elsewhere by now."""
+        if version < max(self._used.values(), default=0) - RECENT:
+            self._used.clear()  # the run was deleted, and began anew
         self._used[shard] = version
+        for other in [each for each, used in self._used.items() if used < version - RECENT]:
+            del self._used[other]
+            self._states.pop(other, None)
 
     def in_use(self) -> list[tuple[int, str, State]]:
         """The states of shards that were computed here lately: the others are held elsewhere by now."""

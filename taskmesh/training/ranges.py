@@ -38,7 +38,7 @@ class ReduceOrder:
         shards: of the step; the sum is a tree over so many.
         first: the place of the first of the buckets.
         pieces: of each shard that is in the step, in the order of the shards.
-        agreement: what this master and its workers must have alike (``agreement_of``).
+        agreement: what this master and its workers must have alike (``RunSetup.agreement``).
         avoid: workers that leave it to others.
     """
 

@@ -144,6 +144,7 @@ class Trainer(RunReader):
             aggregation,
             execution,
             optimizer,
+            schedule,
             shards,
             group,
             deterministic=deterministic,
@@ -175,7 +176,7 @@ class Trainer(RunReader):
         local = None
         self._optimizer, self._schedule, self._clip = optimizer, schedule, clip
         if isinstance(mode, LocalSteps):
-            local = Local(optimizer, schedule, clip)
+            local = Local(optimizer, schedule, mode.steps, clip)
             self._optimizer, self._schedule, self._clip = outer_optimizer(mode), None, None
         recipe = Recipe(
             name,

@@ -14,7 +14,7 @@ from taskmesh import Mesh
 from taskmesh.checkpoints.manifest import Part
 from taskmesh.checkpoints.store import VersionStore
 from taskmesh.errors import ConfigurationError
-from taskmesh.events import Committed
+from taskmesh.events import Checkpointed, Committed
 from taskmesh.training import DGC, Compression, Every, Finished, Int8, LocalSteps, LowRank, TopK, Trainer
 from taskmesh.training.host import HostMemory
 from taskmesh.training.worker.follower import Follower
@@ -106,6 +106,18 @@ async def test_a_step_that_the_server_has_lost_is_made_up_for_by_a_checkpoint(
         assert lost
         assert finished.digest == whole.digest
         assert not plain.keys(f"*{mesh.name}*transient*"), "nothing is left behind"
+
+
+async def test_a_worker_goes_on_with_another_run_of_that_name(make_mesh: MakeMesh) -> None:
+    """Its versions begin at 0 again, below those that the worker has seen."""
+    mesh = make_mesh(observers=[recorder := Recorder()])
+    trainer = make_trainer(mesh, downlink=Int8(), checkpoint=Every(steps=1000))
+    async with mesh, mesh.worker(ONE):
+        first = await trainer.run(steps=8)
+        await trainer.delete()
+        kept = len(recorder.of(Checkpointed))
+        assert (await trainer.run(steps=8)).digest == first.digest
+    assert len(recorder.of(Checkpointed)) - kept == 2  # the first version and the last
 
 
 async def test_the_model_can_be_asked_while_only_steps_travel(make_mesh: MakeMesh) -> None:

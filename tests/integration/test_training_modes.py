@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import math
@@ -16,10 +17,11 @@ from torch import nn
 
 from taskmesh import Mesh
 from taskmesh.errors import ConfigurationError
+from taskmesh.events import Submitted
 from taskmesh.tensors import FlatModel
 from taskmesh.training import Finished, LocalSteps, NoCompression
 from tests.conftest import MakeMesh
-from tests.integration.training_support import IMAGES, LABELS, ONE, Digits, loss, make_trainer
+from tests.integration.training_support import IMAGES, LABELS, ONE, Digits, Recorder, loss, make_trainer
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -137,6 +139,23 @@ async def test_a_worker_whose_bits_would_be_others_gets_no_shards(
     assert all(unlike.worker.decode() in text and "torch 1.0 of another make" in text for text in told)
 
 
+async def test_a_worker_whose_bits_would_be_others_is_not_asked_again_and_again(
+    make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("taskmesh.training.trainer.fingerprint", lambda *_: "torch 1.0 of another make")
+    other = make_mesh("mixed")
+    make_trainer(other)
+    monkeypatch.undo()
+    mesh = make_mesh("mixed", observers=[recorder := Recorder()])
+    trainer = make_trainer(mesh, shards=1)
+    async with other, other.worker(ONE), mesh:
+        running = asyncio.create_task(trainer.run(steps=1))
+        await asyncio.wait([running], timeout=1.0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert sum(event.messages for event in recorder.of(Submitted)) < 20
+
+
 async def test_unlike_workers_may_help_where_the_bits_do_not_matter(
     make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +167,11 @@ async def test_unlike_workers_may_help_where_the_bits_do_not_matter(
     trainer = make_trainer(mesh, deterministic=False)
     async with other, other.worker(ONE), mesh:
         assert (await trainer.run(steps=3)).step == 3
+
+
+def test_local_steps_without_the_losses_that_a_schedule_goes_by_are_refused(make_mesh: MakeMesh) -> None:
+    with pytest.raises(ConfigurationError, match="without the losses"):
+        make_trainer(make_mesh(), mode=LocalSteps(10), schedule=torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"lr": 0.0}, {"momentum": 1.0}])

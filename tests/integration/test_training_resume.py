@@ -120,6 +120,39 @@ async def test_a_rollback_that_was_asked_for_is_answered_when_the_run_ends(
         await asyncio.wait_for(asked, 3.0)
 
 
+async def test_a_run_that_is_stopped_while_it_goes_back_keeps_no_mixture(
+    make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its master holds the old version's parameters by then, and the newer one is the current still."""
+    expected = (await train(make_mesh("straight"), 20)).digest
+    mesh = make_mesh()
+    trainer = make_trainer(mesh)
+    asked: list[asyncio.Task[int]] = []
+    reached = asyncio.Event()
+    commit = VersionStore.commit
+
+    async def commit_or_wait(store: VersionStore, what: Any, token: int) -> None:
+        if what.manifest.restored_from is not None:
+            reached.set()
+            await asyncio.Future()
+        await commit(store, what, token)
+
+    def on_commit(committed: Committed) -> None:
+        if committed.step == 13:
+            asked.append(asyncio.create_task(trainer.rollback(to=10)))
+
+    async with workers(mesh, 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(VersionStore, "commit", commit_or_wait)
+            running = asyncio.create_task(trainer.run(steps=20, on_commit=on_commit))
+            await reached.wait()
+            running.cancel()
+            with pytest.raises(TrainingError, match="ended"):
+                await asyncio.wait_for(asked[0], 5.0)
+            await asyncio.gather(running, return_exceptions=True)
+        assert (await trainer.run(steps=20)).digest == expected
+
+
 async def test_a_rollback_that_fails_half_way_ends_the_run(mesh: Mesh, monkeypatch: Any) -> None:
     """Its master holds the old version's parameters already, and must not go on from the newer one with them."""
     trainer = make_trainer(mesh)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,6 +26,7 @@ from taskmesh.training.orders import ShardFailed, ShardOrder, ShardResult
 from taskmesh.training.room import when_there_is_room
 from taskmesh.training.setup import RunSetup
 
+log = logging.getLogger("taskmesh.training")
 MAX_REPUBLICATIONS = 5
 Take = Callable[[ShardOrder, Handle[ShardResult], ShardResult], Awaitable[str | None]]
 
@@ -120,7 +122,7 @@ class Attempts:
             self._backups.note_result(order.shard, result)
             if result.status == "declined":
                 declines += 1
-                if not await roster.has_others(order.avoid):
+                if {*order.avoid} - {*roster.unlike} and not await roster.has_others(order.avoid):
                     order, declines = dataclasses.replace(order, avoid=roster.unlike), 0
             elif result.status == "unlike":
                 declines += 1
@@ -132,6 +134,7 @@ class Attempts:
                 raise ParametersGone(result.reason)
             elif result.status == "gone" and republications < MAX_REPUBLICATIONS:
                 republications += 1
+                log.info("run %s, shard %d: %s", self._with.setup.name, order.shard, result.reason)
                 parameters = await self._with.republish()
                 order = dataclasses.replace(
                     order, parameters=parameters, update=None if parameters.kept else order.update

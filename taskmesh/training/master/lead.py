@@ -308,6 +308,10 @@ class Master:
             version, future = self._requests.pop(0)
             try:
                 reached = await self.roll_back_to(version)
+            except asyncio.CancelledError:
+                self._requests.append((version, future))
+                self.close()
+                raise
             except Exception as error:
                 if not future.done():
                     future.set_exception(error)
@@ -333,7 +337,9 @@ class Master:
             CheckpointError: it is not kept (any more), or damaged.
         """
         await self._source.stop()
+        self._is_between_steps = False
         self.progress = await self._returns.to(version)
+        self._is_between_steps = True
         return self._committer.version
 
     async def adopt(self, point: Point, without: str, parent: int, since: int) -> int:

@@ -58,6 +58,8 @@ class Published:
     def release(self, version: int) -> None:
         """They are not needed any more."""
         self._held[version] -= 1
+        if not self._held[version]:
+            del self._held[version]
 
     async def let_go(self, before: Manifest, current: Manifest, newest: Manifest | None) -> None:
         """A version gives way to the current one: unlink what nobody needs of it, and of those before it.

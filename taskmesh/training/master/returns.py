@@ -90,16 +90,14 @@ class Returns:
 
     async def _newest_good(self, reason: str, step: int) -> Loaded:
         """The newest checkpoint up to a step; else the oldest."""
-        found: Loaded | None = None
-        for manifest in reversed(await self._committer.kept()):
+        kept = await self._committer.kept()
+        good = [manifest for manifest in reversed(kept) if manifest.step <= step]
+        for manifest in (*good, *(each for each in kept if each.step > step)):
             try:
-                found = await self._committer.load_kept(manifest.version)
+                return await self._committer.load_kept(manifest.version)
             except CheckpointError as error:
-                log.error("%s; looking for an older version", error)
-                continue
-            if manifest.step <= step:
-                break
-        return self._hold(found, reason)
+                log.error("%s; looking for another version", error)
+        return self._hold(None, reason)
 
     def _hold(self, found: Loaded | None, reason: str) -> Loaded:
         if found is None:

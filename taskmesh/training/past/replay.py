@@ -56,6 +56,7 @@ class Replay:
         self._memories: dict[int, State] = {}
         self._past: dict[int, Past] = {}
         self.remembers = size_of(fresh(compression, self._buckets)) > 0
+        self._is_without = False
         self.progress = Progress()
         self.loss: float | None = None
 
@@ -113,6 +114,7 @@ class Replay:
             self._past.clear()
             self._note(entry.version)
             return 0
+        self._is_without = bool(without)
         try:
             plan = self._plan(entry)
         except IndexError:
@@ -211,9 +213,9 @@ class Replay:
         """What the compression of a shard goes on from."""
         if not self.remembers or shard in entry.anew:
             return None
-        if shard not in self._memories:
+        if shard not in self._memories and not self._is_without:
             raise _unknown_memory(entry, shard)
-        return self._memories[shard]
+        return self._memories.get(shard)  # of a worker that is left out nothing came to others
 
     def _put(self, round_: Round, place: int, entry: LedgerEntry, share: Share, found: Computed) -> None:
         """Put a shard into the round as a master does with what has arrived."""

@@ -90,6 +90,8 @@ class Follower:
 
     async def _find_way(self, way: _Way, store: VersionReader, version: int, update: Part) -> None:
         """From where the follower stands, if that leads there; else from the newest checkpoint that does."""
+        if self._version is not None and version < self._version:
+            self._version = None  # it was another run of that name, or the order is late
         kept = {} if self._version is not None else await _checkpoints(store)
         at: int = version
         link: Part | None = update

@@ -113,7 +113,13 @@ class Holding:
         states = [await self._hold(each) for each in order.states]
         task = asyncio.create_task(self._write_all(order, states), name="taskmesh memories")
         task.add_done_callback(_look_at)  # the master may have gone
-        self._writing = {old: it for old, it in self._writing.items() if not (it.is_told and it.task.done())}
+        self._writing = {
+            old: it
+            for old, it in self._writing.items()
+            if not it.task.done()
+            # A master asks for one checkpoint at a time: of an earlier one nobody will.
+            or not (it.is_told or (old.token, old.version) != (order.token, order.version))
+        }
         self._writing[order] = _Writing(task, states)
         return self._writing[order]
 

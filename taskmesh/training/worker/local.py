@@ -8,17 +8,18 @@ from typing import NamedTuple
 
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from taskmesh.training.modes import LocalSteps
 from taskmesh.training.step.learner import OptimizerMaker, ScheduleMaker
 
 
 class Local(NamedTuple):
-    """What a shard steps with."""
+    """What a shard steps with, and how many steps it takes in a round."""
 
     optimizer: OptimizerMaker
     schedule: ScheduleMaker | None
+    steps: int
     clip: float | None = None
 
 
@@ -35,14 +36,14 @@ class Inner:
                 # It is the optimizer that is new, not the run.
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler", UserWarning)
                 for _ in range(taken):
-                    self._advance(0.0)
+                    self._schedule.step()
 
     def begin(self) -> None:
         """A step begins."""
         self._optimizer.zero_grad()
 
-    def step(self, loss_sum: float, count: int) -> None:
-        """Take a step down the mean of so many losses, of whose sum the gradient is there."""
+    def step(self, count: int) -> None:
+        """Take a step down the mean of so many losses, of whose sum there is the gradient."""
         if not count:
             return
         for group in self._optimizer.param_groups:
@@ -54,12 +55,7 @@ class Inner:
             every = [parameter for group in groups for parameter in group["params"]]
             nn.utils.clip_grad_norm_(every, self._clip)
         self._optimizer.step()
-        self._advance(loss_sum / count)
-
-    def _advance(self, loss: float) -> None:
-        if isinstance(self._schedule, ReduceLROnPlateau):
-            self._schedule.step(loss)
-        elif self._schedule is not None:
+        if self._schedule is not None:
             self._schedule.step()
 
 

@@ -20,11 +20,12 @@ SPARE = 2  # buffers
 class _Version:
     """One version, on its way or here."""
 
-    __slots__ = ("fetch", "users")
+    __slots__ = ("fetch", "is_released", "users")
 
     def __init__(self, fetch: asyncio.Future[Held]) -> None:
         self.fetch = fetch
         self.users = 0
+        self.is_released = False
 
 
 class Versions:
@@ -99,8 +100,11 @@ class Versions:
             self._spare.append(data)
 
     def _retire(self, version: _Version) -> None:
-        """Let go of a version that is replaced, when its last user has left."""
-        if not version.users and version.fetch.done() and not _has_failed(version.fetch):
+        """Let go of a version that is replaced, when it is here and its last user has left."""
+        if not version.fetch.done():
+            version.fetch.add_done_callback(lambda _: self._retire(version))
+        elif not version.users and not version.is_released and not _has_failed(version.fetch):
+            version.is_released = True
             version.fetch.result().release()
 
 

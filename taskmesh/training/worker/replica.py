@@ -283,7 +283,7 @@ class Replica:
         flat.load(parameters)  # the steps change them, and they are others' too
         self._loaded = None
         batches = order.batches()
-        inner = Inner(local, flat.model, (order.step - 1) * len(batches))
+        inner = Inner(local, flat.model, (order.step - 1) * local.steps)
         total, count = 0.0, 0
         with self._chance(order):
             for indices in batches:
@@ -293,7 +293,7 @@ class Replica:
                     loss, samples = self._loss(part)
                     loss.backward()  # type: ignore[no-untyped-call]
                     batch_total, batch_count = batch_total + float(loss.detach()), batch_count + samples
-                inner.step(batch_total, batch_count)
+                inner.step(batch_count)
                 total, count = total + batch_total, count + batch_count
         flat.collect_parameters()
         return total, count

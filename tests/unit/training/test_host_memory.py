@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import signal
 import subprocess
@@ -188,3 +189,13 @@ def test_the_last_to_end_leaves_nothing_behind(machine: Machine) -> None:
     lasting.wait()
     assert start(machine, 1, "end").wait(30) == 0
     assert not machine.folders()
+
+
+async def test_one_that_leaves_while_nothing_is_held_does_not_break_the_others(machine: Machine) -> None:
+    one, other = machine.process(), machine.process()
+    for process in (one, other):
+        (await machine.hold(process, 1)).release()
+    del one, process
+    gc.collect()
+    assert not machine.folders()
+    (await machine.hold(other, 2)).release()
