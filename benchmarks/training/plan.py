@@ -20,7 +20,7 @@ COMPRESSIONS: dict[str, Callable[[], Compression]] = {
     "int8": Int8,
     "topk_10%": lambda: TopK(0.1),
     "topk_1%": lambda: TopK(0.01),
-    "lowrank_4": lambda: LowRank(4),
+    "lowrank_8": lambda: LowRank(8),
     "topk_0.1%_without_feedback": lambda: TopK(0.001, feedback=False),
 }
 
