@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -24,22 +23,14 @@ from taskmesh.training import Every, Finished, NoCompression, OnDivergence
 from tests.conftest import settings_for_tests
 from tests.integration.training_support import (
     IMAGES,
-    ONE,
     Digits,
     build,
     loss,
     make_trainer,
+    workers,
 )
 
 MakeMesh = Callable[..., Mesh]
-
-
-@contextlib.asynccontextmanager
-async def workers(mesh: Mesh, count: int) -> AsyncIterator[None]:
-    async with contextlib.AsyncExitStack() as stack:
-        for _ in range(count):
-            await stack.enter_async_context(mesh.worker(ONE))
-        yield
 
 
 async def train(mesh: Mesh, steps: int, count: int = 1, **changes: Any) -> Finished:

@@ -7,11 +7,12 @@ commit of step KILL_AT). The server is ``TASKMESH_URL``; with ``TASKMESH_TEST_CO
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +87,15 @@ def make_trainer(mesh: Mesh, name: str = "digits", **changes: Any) -> Trainer:
         "checkpoint": Every(steps=10, keep=2),
     }
     return Trainer(mesh, name, **{**arguments, **changes})
+
+
+@contextlib.asynccontextmanager
+async def workers(mesh: Mesh, count: int) -> AsyncIterator[None]:
+    """So many workers, each with one shard at a time."""
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(count):
+            await stack.enter_async_context(mesh.worker(ONE))
+        yield
 
 
 class Recorder:
